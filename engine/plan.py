@@ -1,0 +1,61 @@
+"""The step plan: all that one step does, decided by the leader, executed by every rank.
+
+A plan is a frozen value of logical numbers (pages, positions, token ids); it can be broadcast as
+it is. Ranks keep a page table and sampling state by `req_index`, which plans fill and clear;
+nothing on a rank allocates, evicts or decides.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.types import SamplingParams, TokenLogprob
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """A request enters the running set at `req_index` (dense, reused after it has finished)."""
+
+    req_index: int
+    sampling: SamplingParams
+    prompt_ids: list[int]
+    output_ids: list[int] = []  # already generated: after a retraction or a replay
+
+
+class Extend(msgspec.Struct, frozen=True, kw_only=True):
+    """One request's share of a step: its tokens [start, start + len(token_ids)).
+
+    Before the forward, page_table[req_index][page_start:][:len(pages)] = pages. The context of the
+    last token is then all of [0, start + len(token_ids)).
+    """
+
+    req_index: int
+    token_ids: list[int]  # one for a decode
+    start: int  # absolute position of token_ids[0] = tokens already in the cache
+    page_start: int = 0
+    pages: list[int] = []  # logical
+    samples: bool = True  # a token is sampled from the last position's logits
+    # Where prompt log-probabilities are wanted: the tokens [start + 1, ...) that follow this chunk's
+    # positions in the prompt; target i is scored by the logits of token_ids[i].
+    targets: list[int] = []
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    step: int
+    finished: list[int] = []  # req_index whose state is dropped before this step
+    starts: list[Start] = []
+    extends: list[Extend] = []  # the batch, in order
+
+
+class Sampled(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step found for one Extend, in the plan's order."""
+
+    req_index: int
+    token_id: int | None = None  # None where the Extend does not sample
+    logprob: TokenLogprob | None = None
+    target_logprobs: list[TokenLogprob] = []  # as long as the Extend's targets
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    step: int
+    sampled: list[Sampled]
+    seconds: dict[str, float] = {}  # by phase: prepare, forward, sample

@@ -1,0 +1,94 @@
+"""The values that cross the border between the front end and a worker.
+
+Owns the request as data. Knows no HTTP, no text and no tensor: token ids only.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one request's tokens are chosen. Validated at the HTTP edge; the sampler trusts it.
+
+    Sampling is a pure function of (logits, these values, position), so a replay continues exactly.
+    """
+
+    max_tokens: int  # tokens to generate at most; 0 evaluates the prompt only
+    min_tokens: int = 0  # before this many, stop_token_ids are masked
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0  # on output tokens
+    presence_penalty: float = 0.0  # on output tokens
+    repetition_penalty: float = 1.0  # on prompt and output tokens
+    logit_bias: dict[int, float] = {}
+    seed: int = 0  # 0 <= seed < 2**63; the front end draws one where the client gave none
+    # Generation ends at any of these. The front end puts EOS here unless ignore_eos was asked.
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # alternatives to report beside each output token; None: none
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt to continue. `rid` is unique for ever; `priority`: larger runs earlier."""
+
+    rid: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    priority: int = 0
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability (natural log, of the raw distribution) of a token and of the likeliest."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class TokenOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """New tokens of a request. `index` is the place of ids[0] in the answer: the front end orders
+    by it and drops what it already has. Exactly one TokenOut of a request has a finish_reason."""
+
+    rid: str
+    index: int
+    ids: list[int] = []
+    logprobs: list[TokenLogprob] = []  # as long as ids where asked for, else empty
+    finish_reason: FinishReason | None = None
+    stop_token: bool = False  # ids[-1] is the stop token that ended it: counted, not shown
+    cached_tokens: int = 0  # prompt tokens served from the prefix cache
+    # first output only, where asked for: one entry a prompt token, null for the first
+    prompt_logprobs: list[TokenLogprob | None] = []
+    error: str = ""  # with finish_reason "error": what happened, for the client
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's load as its scheduler sees it; all sizes logical."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    free_pages: int = 0
+    evictable_pages: int = 0
+    locked_pages: int = 0
+
+
+class MetricSample(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
+    """One Prometheus family as a worker reports it; the front end adds the worker's label."""
+
+    name: str
+    kind: str  # counter, gauge or histogram
+    help: str
+    samples: list[MetricSample]
