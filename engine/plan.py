@@ -34,8 +34,8 @@ class Extend(msgspec.Struct, frozen=True, kw_only=True):
     page_start: int = 0
     pages: list[int] = []  # logical
     samples: bool = True  # a token is sampled from the last position's logits
-    # Where prompt log-probabilities are wanted: the tokens [start + 1, ...) that follow this chunk's
-    # positions in the prompt; target i is scored by the logits of token_ids[i].
+    # Where prompt log-probabilities are wanted: the prompt's tokens from start + 1 on; target i is
+    # scored by the logits of token_ids[i].
     targets: list[int] = []
 
 

@@ -1,0 +1,25 @@
+"""The model port: what the runner asks of a loaded checkpoint."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from engine.attention.base import Attention
+from engine.batch import ForwardBatch
+from kvcache.layout import KVGeometry
+
+
+class Model(Protocol):
+    geometry: KVGeometry
+    vocab_size: int
+    context_length: int  # max_position_embeddings
+
+    def forward(self, batch: ForwardBatch, attention: Attention) -> torch.Tensor:
+        """Hidden states after the final norm, [T, hidden_size]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden_size] -> [S, vocab_size] float32."""
+        ...

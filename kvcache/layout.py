@@ -1,0 +1,32 @@
+"""What one token occupies in the cache: the geometry that pools, host tier and transfers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """Per-token widths, in elements, of one layer's rows. MLA models keep latent rows (latent KV
+    followed by the rope key) and, with an indexer, index keys; GQA models keep k and v rows."""
+
+    num_layers: int
+    latent_dim: int = 0  # kv_lora_rank + qk_rope_head_dim
+    index_dim: int = 0  # index_head_dim
+    index_layers: tuple[int, ...] = ()  # layers that have an indexer of their own
+    num_kv_heads: int = 0
+    head_dim: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_layers <= 0:
+            raise ValueError(f"num_layers must be positive, got {self.num_layers}")
+        if (self.latent_dim > 0) == (self.num_kv_heads > 0):
+            raise ValueError(
+                f"exactly one of latent_dim ({self.latent_dim}) and num_kv_heads "
+                f"({self.num_kv_heads}) must be positive"
+            )
+
+    @property
+    def elements_per_token(self) -> int:
+        kv = self.latent_dim or 2 * self.num_kv_heads * self.head_dim
+        return self.num_layers * kv + len(self.index_layers) * self.index_dim
