@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """B requests, T tokens in all: request b has lengths[b] new tokens at positions starts[b], ..."""
+    """B requests, T tokens: request b has lengths[b] new tokens from position starts[b] on."""
 
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64, absolute
