@@ -1,0 +1,230 @@
+"""A checkpoint's tensors: safetensors, one file or shards with an index, memory-mapped and copied
+into the dtype and device of the model. Knows names and shapes as the model asks for them, no
+architecture."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import SafetensorError, safe_open
+
+logger = logging.getLogger(__name__)
+
+_INDEX: Final = "model.safetensors.index.json"
+_SINGLE: Final = "model.safetensors"
+_FP8: Final = "F8_E4M3"
+_FLOATS: Final = ("BF16", "F16", "F32", "F64")
+
+
+class WeightError(Exception):
+    """A checkpoint that cannot be loaded; says which tensor, in which file, what was expected."""
+
+
+class Checkpoint:
+    """The tensors of one folder; open for the time of a load, best as a context manager.
+
+    Every tensor is copied out of the map, so that the files may be replaced while the model
+    serves. At most one tensor is held twice, and no shard's map is needed after `close`.
+    """
+
+    def __init__(self, folder: Path | str, device: torch.device | str, dtype: torch.dtype) -> None:
+        """Raises WeightError where no safetensors are found, a shard that the index names is
+        missing, or the index is damaged."""
+        self.folder = Path(folder)
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self._open: dict[Path, Any] = {}
+        self._file_of = self._read_names()
+        self._unused = set(self._file_of)
+        self._block: tuple[int, int] | None = None
+        total = sum(path.stat().st_size for path in set(self._file_of.values()))
+        self._progress = _progress_bar()
+        self._task = self._progress.add_task(f"Loading {self.folder.name}", total=total)
+        self._num_bytes = 0
+
+    def __enter__(self) -> Checkpoint:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(complete=error is None)
+
+    def close(self, *, complete: bool = True) -> None:
+        """Unmap the files and report; `complete` says that the model took all that it wanted."""
+        self._open.clear()
+        if complete:
+            self._progress.update(self._task, completed=self._progress.tasks[0].total)
+            count = len(self._file_of) - len(self._unused)
+            logger.info("loaded %d tensors, %.2f GB, from %s", count, self.gigabytes, self.folder)
+            if self._unused:
+                names = ", ".join(sorted(self._unused)[:20])
+                logger.debug("%d tensors not used, such as %s", len(self._unused), names)
+        self._progress.stop()
+
+    @property
+    def gigabytes(self) -> float:
+        """Read so far, as stored."""
+        return self._num_bytes / 1e9
+
+    @property
+    def unused(self) -> frozenset[str]:
+        """Names that were never asked for."""
+        return frozenset(self._unused)
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def get(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """The tensor `name`, of exactly `shape`, as `dtype` (None: the checkpoint's).
+
+        fp8 weights with a block scale beside them (`<name>_scale_inv`) are dequantised. Raises
+        WeightError for a missing, mis-shaped or not floating-point tensor.
+        """
+        out = torch.empty(tuple(shape), dtype=dtype or self.dtype, device=self.device)
+        self.fill(out, name)
+        return out
+
+    def fused(
+        self, parts: Sequence[tuple[str, int]], *inner: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Tensors [rows, *inner] of `parts` (name, rows), one below the other in one tensor."""
+        total = sum(rows for _, rows in parts)
+        out = torch.empty((total, *inner), dtype=dtype or self.dtype, device=self.device)
+        begin = 0
+        for name, rows in parts:
+            self.fill(out[begin : begin + rows], name)
+            begin += rows
+        return out
+
+    def fill(self, out: torch.Tensor, name: str) -> None:
+        """Copy the tensor `name` into `out`, whose shape is the expected one. Errors as `get`."""
+        stored = self._slice(name)
+        path, found = self._file_of[name], tuple(stored.get_shape())
+        kind = stored.get_dtype()
+        if found != tuple(out.shape):
+            raise WeightError(
+                f"tensor {name!r} in {path} has the shape {list(found)}, expected {list(out.shape)}"
+            )
+        if kind == _FP8:
+            self._dequantise(name, out)
+        elif kind in _FLOATS:
+            out.copy_(self._read(name))
+        else:
+            raise WeightError(
+                f"tensor {name!r} in {path} is stored as {kind}, "
+                f"expected one of {', '.join((*_FLOATS, _FP8))}"
+            )
+
+    def _dequantise(self, name: str, out: torch.Tensor) -> None:
+        """weight[i, j] * scale[i // block, j // block], in float32, as DeepSeek-V3 stores it."""
+        scale_name = f"{name}_scale_inv"
+        if not self.has(scale_name):
+            raise WeightError(
+                f"tensor {name!r} in {self._file_of[name]} is fp8 without a block scale: "
+                f"{scale_name!r} is missing"
+            )
+        rows, columns = self._block_size()
+        weight = self._read(name).to(self.device)
+        grid = (math.ceil(weight.shape[0] / rows), math.ceil(weight.shape[1] / columns))
+        scale = self.get(scale_name, grid, torch.float32)
+        # One row of blocks at a time: the float32 product of a whole weight is never held.
+        for i in range(grid[0]):
+            begin, end = i * rows, min((i + 1) * rows, weight.shape[0])
+            widened = scale[i].repeat_interleave(columns)[: weight.shape[1]]
+            out[begin:end] = weight[begin:end].float() * widened
+
+    def _block_size(self) -> tuple[int, int]:
+        if self._block is None:
+            config = _read_json(self.folder / "config.json")
+            block = (config.get("quantization_config") or {}).get("weight_block_size")
+            if not (isinstance(block, list) and len(block) == 2 and min(block) > 0):
+                raise WeightError(
+                    f"{self.folder / 'config.json'} has fp8 weights but its quantization_config's "
+                    f"weight_block_size is {block!r}, expected two positive numbers"
+                )
+            self._block = int(block[0]), int(block[1])
+        return self._block
+
+    def _slice(self, name: str) -> Any:
+        path = self._file_of.get(name)
+        if path is None:
+            raise WeightError(f"tensor {name!r} is missing in {self.folder}")
+        try:
+            handle = self._open.get(path)
+            if handle is None:
+                handle = self._open[path] = safe_open(path, framework="pt", device="cpu")
+            return handle.get_slice(name)
+        except SafetensorError as error:
+            raise WeightError(f"tensor {name!r} cannot be read from {path}: {error}") from error
+
+    def _read(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._open[self._file_of[name]].get_tensor(name)
+        self._unused.discard(name)
+        self._num_bytes += tensor.nbytes
+        self._progress.advance(self._task, tensor.nbytes)
+        return tensor
+
+    def _read_names(self) -> dict[str, Path]:
+        """Which file holds each tensor."""
+        index, single = self.folder / _INDEX, self.folder / _SINGLE
+        if index.is_file():
+            weight_map = _read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise WeightError(f"{index} has no weight_map")
+            for name, file in weight_map.items():
+                if not isinstance(file, str) or Path(file).name != file:
+                    raise WeightError(f"{index} puts {name!r} into {file!r}, expected a file name")
+                if not (self.folder / file).is_file():
+                    raise WeightError(
+                        f"shard {file} is missing in {self.folder}; {index.name} expects "
+                        f"{name!r} in it"
+                    )
+            return {name: self.folder / file for name, file in weight_map.items()}
+        if not single.is_file():
+            raise WeightError(
+                f"no weights in {self.folder}: expected {_SINGLE}, or {_INDEX} and its shards"
+            )
+        try:
+            with safe_open(single, framework="pt", device="cpu") as handle:
+                return dict.fromkeys(handle.keys(), single)
+        except SafetensorError as error:
+            raise WeightError(f"{single} is not a safetensors file: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise WeightError(f"{path} is not a JSON object")
+    return value
+
+
+def _progress_bar() -> Progress:
+    """On stderr, silent where that is no terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+    )
