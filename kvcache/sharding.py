@@ -14,14 +14,8 @@ if TYPE_CHECKING:
     import torch
 
 DUMMY_PAGE = 0  # padding is written and read here; row page 0 on every rank
-NO_OWNER = -1
 
 Array = TypeVar("Array", "torch.Tensor", "np.ndarray[Any, Any]")
-
-
-def owner_of_page(page: int, cp_size: int) -> int:
-    """The rank that stores `page` (>= 0), or NO_OWNER for the dummy page."""
-    return NO_OWNER if page == DUMMY_PAGE else (page - 1) % cp_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +42,10 @@ class CpSharedKVLayout:
             )
 
     def owner(self, pages: Array) -> Array:
-        """Owning rank of each page, NO_OWNER for the dummy page. Same shape as `pages`."""
+        """Owning rank of each page, -1 for the dummy page. Same shape as `pages`."""
         # (0 - 1) mod N is N - 1: the dummy's correction by N leaves -1, without a branch.
-        return (pages - 1) % self.cp_size - self.cp_size * (pages == DUMMY_PAGE)
+        owner: Array = (pages - 1) % self.cp_size - self.cp_size * (pages == DUMMY_PAGE)
+        return owner
 
     def row_page(self, pages: Array) -> Array:
         """Row page of each page on its owner. Same shape as `pages`."""
@@ -60,12 +55,12 @@ class CpSharedKVLayout:
         """Row of each loc on its page's owner. Same shape as `locs`."""
         if self.cp_size == 1:
             return locs
-        return self.row_page(locs // self.page_size) * self.page_size + locs % self.page_size
+        rows: Array = self.row_page(locs // self.page_size) * self.page_size + locs % self.page_size
+        return rows
 
     def owned_by_this_rank(self, locs: Array) -> Array:
         """Which locs this rank stores: a boolean mask, same shape as `locs`."""
-        pages = locs // self.page_size
-        return (pages != DUMMY_PAGE) & ((pages - 1) % self.cp_size == self.cp_rank)
+        return self._owned(locs // self.page_size)
 
     def filter_owned_pages(self, pages: Array, positions: Array) -> tuple[Array, Array]:
         """This rank's share of a page list: (row pages, positions), in the order given.
@@ -77,7 +72,7 @@ class CpSharedKVLayout:
                 "pages and positions must be one-dimensional and equally long, got shapes "
                 f"{tuple(pages.shape)} and {tuple(positions.shape)}"
             )
-        owned = (pages != DUMMY_PAGE) & ((pages - 1) % self.cp_size == self.cp_rank)
+        owned = self._owned(pages)
         return self.row_page(pages[owned]), positions[owned]
 
     def logical_size(self, physical_size: int) -> int:
@@ -99,6 +94,10 @@ class CpSharedKVLayout:
                 f"logical_size must be physical_size {physical_size} * cp_size {self.cp_size} = "
                 f"{physical_size * self.cp_size}, got {logical_size}"
             )
+
+    def _owned(self, pages: Array) -> Array:
+        owned: Array = (pages != DUMMY_PAGE) & ((pages - 1) % self.cp_size == self.cp_rank)
+        return owned
 
     def _check_aligned(self, name: str, size: int, multiple: int) -> None:
         if size < 0 or size % multiple:
