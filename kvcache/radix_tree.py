@@ -1,0 +1,286 @@
+"""A radix tree over token ids whose edges are whole pages.
+
+Owns the nodes, their locks and the order in which leaves may be dropped. Knows no request and
+frees no page: it hands the pages of what it drops to its caller.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from kvcache.allocator import count_lanes
+
+_FIRST_RUN = 8  # pages encoded at first; runs then double
+
+
+class PageKeys:
+    """The full pages of a prompt as comparable keys: one bytes object a page, 4 bytes a token.
+
+    Keys are made on demand, at most about twice as many as are asked for, so that a lookup costs
+    what it matches and not what the prompt is long. Token ids outside [0, 2**32) are a ValueError.
+    """
+
+    def __init__(self, token_ids: Sequence[int], page_size: int) -> None:
+        self._token_ids = token_ids
+        self._page_size = page_size
+        self._keys: list[bytes] = []
+        self.num_pages = len(token_ids) // page_size
+
+    def slice(self, start: int, stop: int) -> list[bytes]:
+        """Keys of pages [start, stop), with stop <= num_pages."""
+        if stop > len(self._keys):
+            self._encode(min(self.num_pages, max(stop, 2 * len(self._keys), _FIRST_RUN)))
+        return self._keys[start:stop]
+
+    def _encode(self, stop: int) -> None:
+        tokens = self._token_ids[len(self._keys) * self._page_size : stop * self._page_size]
+        try:
+            data = array("I", tokens).tobytes()
+        except OverflowError:
+            bad = next(token for token in tokens if not 0 <= token < 2**32)
+            raise ValueError(f"token ids must be in [0, 2**32), got {bad}") from None
+        width = len(data) // (stop - len(self._keys))
+        self._keys += [data[i : i + width] for i in range(0, len(data), width)]
+
+
+class Node:
+    """A span of pages below its parent's. Everything that belongs to the span lies here and is cut
+    at the same page border by `RadixTree._split`.
+
+    `locks` counts the holders of this node or of one below it, so a parent is locked at least as
+    often as its children together. `tick` is that of the last walk over the node; a parent's is
+    never older than its child's. `hits` counts the matches that went over the node.
+    """
+
+    __slots__ = (
+        "children",
+        "hits",
+        "in_heap",
+        "keys",
+        "lanes",
+        "locks",
+        "pages",
+        "parent",
+        "serial",
+        "tick",
+    )
+
+    def __init__(
+        self,
+        parent: Node | None,
+        keys: list[bytes],
+        pages: list[int],
+        lanes: list[int],
+        serial: int,
+    ) -> None:
+        self.parent = parent  # None: the root, or dropped from the tree
+        self.children: dict[bytes, Node] = {}  # by the child's first key
+        self.keys = keys  # [num_pages]
+        self.pages = pages  # [num_pages] logical
+        self.lanes = lanes  # [num_lanes] pages of this node in each lane
+        self.locks = 0
+        self.hits = 0
+        self.tick = 0
+        self.serial = serial  # order of creation: breaks ties, the same in every run
+        self.in_heap = False
+
+
+class RadixTree:
+    """Page-granular prefixes with locks and least-recently-used leaves.
+
+    Unlocked leaves wait in a heap by tick. A node has at most one entry there, which is put right
+    when it comes up (touched since, locked or no leaf any more), so no operation scans the tree.
+    """
+
+    def __init__(self, page_size: int, num_lanes: int = 1) -> None:
+        self.page_size = page_size
+        self.num_lanes = num_lanes
+        self.num_pages = 0
+        self.num_nodes = 0  # without the root
+        self.evictable = [0] * num_lanes  # pages in unlocked nodes, by lane
+        self._clock = 0
+        self._next_serial = 0
+        self._heap: list[tuple[int, int, Node]] = []  # (tick, serial, node)
+        self.root = self._new_node(None, [], [])
+
+    def walk(self, keys: PageKeys, start: Node | None = None) -> tuple[Node, list[int]]:
+        """The longest prefix of `keys` that hangs below `start` (None: the root): its last node and
+        its pages. Splits that node where the prefix ends inside it, and makes the path recent."""
+        node = start or self.root
+        pages: list[int] = []
+        while len(pages) < keys.num_pages:
+            done = len(pages)
+            child = node.children.get(keys.slice(done, done + 1)[0])
+            if child is None:
+                break
+            num_same = self._num_same_pages(child, keys, done)
+            node = child if num_same == len(child.pages) else self._split(child, num_same)
+            pages += node.pages
+        self._touch(node)
+        return node, pages
+
+    def append(self, parent: Node, keys: list[bytes], pages: list[int]) -> Node:
+        """A new leaf below `parent`, which has no child that begins with keys[0]."""
+        node = self._new_node(parent, keys, pages)
+        parent.children[keys[0]] = node
+        self.num_nodes += 1
+        self.num_pages += len(pages)
+        self._add_evictable(node, 1)
+        self._touch(node)
+        self._offer(node)
+        return node
+
+    def lock(self, node: Node) -> None:
+        """Keep `node` and all above it. RuntimeError for a node that was dropped."""
+        if node.parent is None and node is not self.root:
+            raise RuntimeError("cannot lock a node that was evicted: lock right after the match")
+        for step in self.path(node):
+            step.locks += 1
+            if step.locks == 1:
+                self._add_evictable(step, -1)
+
+    def unlock(self, node: Node) -> None:
+        """Undo one `lock` of `node`. RuntimeError where it is not locked."""
+        if node is not self.root and node.locks == 0:
+            raise RuntimeError("cannot unlock a node that is not locked")
+        for step in self.path(node):
+            step.locks -= 1
+            if step.locks == 0:
+                self._add_evictable(step, 1)
+                self._offer(step)
+
+    def oldest_leaf(self) -> Node | None:
+        """The unlocked leaf that was used least recently; None where all is locked or empty."""
+        while self._heap:
+            tick, _, node = self._heap[0]
+            if node.locks or node.children or node.parent is None:
+                heapq.heappop(self._heap)
+                node.in_heap = False
+            elif tick != node.tick:
+                heapq.heapreplace(self._heap, (node.tick, node.serial, node))
+            else:
+                return node
+        return None
+
+    def trim(self, leaf: Node, num_pages: int) -> list[int]:
+        """Cut the last `num_pages` pages off an unlocked leaf and return them; the leaf is dropped
+        when none is left."""
+        if leaf.parent is None or leaf.locks or leaf.children:
+            raise RuntimeError("only an unlocked leaf can be trimmed")
+        if not 0 < num_pages <= len(leaf.pages):
+            raise ValueError(f"num_pages must be in [1, {len(leaf.pages)}], got {num_pages}")
+        first_key = leaf.keys[0]
+        pages = leaf.pages[-num_pages:]
+        del leaf.pages[-num_pages:]
+        del leaf.keys[-num_pages:]
+        self.num_pages -= num_pages
+        for lane, count in enumerate(count_lanes(pages, self.num_lanes)):
+            leaf.lanes[lane] -= count
+            self.evictable[lane] -= count
+        if not leaf.pages:
+            parent, leaf.parent = leaf.parent, None
+            del parent.children[first_key]
+            self.num_nodes -= 1
+            self._offer(parent)
+        return pages
+
+    def path(self, node: Node) -> Iterator[Node]:
+        """`node` and its ancestors, without the root."""
+        step: Node | None = node
+        while step is not None and step is not self.root:
+            yield step
+            step = step.parent
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node below the root, parents first."""
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            if node is not self.root:
+                yield node
+            stack.extend(node.children.values())
+
+    def check(self) -> None:
+        """AssertionError unless spans, links, locks, ticks, counts and heap agree. O(tree)."""
+        evictable = [0] * self.num_lanes
+        num_nodes = num_pages = 0
+        in_heap = Counter(node.serial for _, _, node in self._heap)
+        for node in self.nodes():
+            num_nodes += 1
+            num_pages += len(node.pages)
+            faults = self._faults(node)
+            if in_heap[node.serial] != node.in_heap:
+                faults.append("heap entries")
+            if faults:
+                raise AssertionError(f"node {node.serial} with pages {node.pages}: {faults}")
+            if not node.locks:
+                evictable = [a + b for a, b in zip(evictable, node.lanes, strict=True)]
+        found = (num_nodes, num_pages, evictable)
+        counted = (self.num_nodes, self.num_pages, self.evictable)
+        if found != counted:
+            raise AssertionError(f"(nodes, pages, evictable) is {found}, counted {counted}")
+
+    def _faults(self, node: Node) -> list[str]:
+        parent = node.parent
+        wrong = {
+            "parent link": parent is None or parent.children.get(node.keys[0]) is not node,
+            "span": not node.pages or len(node.keys) != len(node.pages),
+            "lanes": node.lanes != count_lanes(node.pages, self.num_lanes),
+            "locks": node.locks < sum(child.locks for child in node.children.values()),
+            "tick": parent is not None and parent.tick < node.tick,
+            "not offered": not (node.locks or node.children or node.in_heap),
+        }
+        return [name for name, is_wrong in wrong.items() if is_wrong]
+
+    def _num_same_pages(self, child: Node, keys: PageKeys, done: int) -> int:
+        """How many of child's pages equal keys[done:]; the first is known to. Runs double, so a
+        long node costs no more than the part that matches."""
+        stop = min(len(child.keys), keys.num_pages - done)
+        same = 1
+        while same < stop:
+            run = min(stop, 2 * same)
+            ours, theirs = keys.slice(done + same, done + run), child.keys[same:run]
+            if ours != theirs:
+                return same + next(i for i, key in enumerate(ours) if key != theirs[i])
+            same = run
+        return same
+
+    def _split(self, node: Node, num_pages: int) -> Node:
+        """Cut `node` after `num_pages` pages. The upper part is new and returned; `node` stays the
+        lower part, so that whoever locked it still unlocks the same path."""
+        parent = node.parent
+        assert parent is not None
+        upper = self._new_node(parent, node.keys[:num_pages], node.pages[:num_pages])
+        upper.locks, upper.hits, upper.tick = node.locks, node.hits, node.tick
+        parent.children[upper.keys[0]] = upper
+        node.parent = upper
+        del node.keys[:num_pages]
+        del node.pages[:num_pages]
+        node.lanes = [a - b for a, b in zip(node.lanes, upper.lanes, strict=True)]
+        upper.children[node.keys[0]] = node
+        self.num_nodes += 1
+        return upper
+
+    def _new_node(self, parent: Node | None, keys: list[bytes], pages: list[int]) -> Node:
+        lanes = count_lanes(pages, self.num_lanes)
+        self._next_serial += 1
+        return Node(parent, keys, pages, lanes, self._next_serial)
+
+    def _touch(self, node: Node) -> None:
+        self._clock += 1
+        self.root.tick = self._clock
+        for step in self.path(node):
+            step.tick = self._clock
+
+    def _offer(self, node: Node) -> None:
+        """Enter `node` in the heap where it can be evicted now."""
+        if not (node.in_heap or node.locks or node.children or node is self.root):
+            node.in_heap = True
+            heapq.heappush(self._heap, (node.tick, node.serial, node))
+
+    def _add_evictable(self, node: Node, sign: int) -> None:
+        for lane, count in enumerate(node.lanes):
+            self.evictable[lane] += sign * count
