@@ -16,7 +16,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: str = "auto"  # auto, float32, bfloat16, float16
     page_size: int | None = None  # tokens; None: 64
     max_total_tokens: int | None = None  # tokens the KV pool holds; None: from free memory
-    chunked_prefill_size: int = 512  # prompt tokens computed in one step, at most
+    chunked_prefill_size: int | None = None  # prompt tokens a step computes; None: by device
     max_running_requests: int = 64
     context_length: int | None = None  # None: the model's
     log_level: str = "info"

@@ -41,7 +41,8 @@ class Extend(msgspec.Struct, frozen=True, kw_only=True):
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     step: int
-    finished: list[int] = []  # req_index whose state is dropped before this step
+    # req_index whose state is dropped before this step; unknown ones are ignored
+    finished: list[int] = []
     starts: list[Start] = []
     extends: list[Extend] = []  # the batch, in order
 

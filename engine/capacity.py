@@ -1,0 +1,75 @@
+"""How large a worker's KV pool is and how long a request may be, from options and free memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from engine.config import WorkerConfig
+from engine.model.base import Model
+
+_CPU_SHARE = 0.25  # of the memory that is available once the weights are loaded
+_CUDA_SHARE = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    page_size: int
+    num_pages: int
+    context_length: int  # prompt and output tokens of one request
+    chunk_size: int
+
+
+class CapacityError(ValueError):
+    """The options and this machine's memory do not fit together."""
+
+
+def plan_capacity(
+    config: WorkerConfig, model: Model, device: torch.device, bytes_per_token: int
+) -> Capacity:
+    """Raises CapacityError naming the option, the value and what would be accepted."""
+    page_size = 64 if config.page_size is None else config.page_size
+    if model.geometry.index_layers and page_size != 64:
+        raise CapacityError(
+            f"--page-size {page_size}: models with a lightning indexer need a page size of 64"
+        )
+    context_length = _context_length(config, model)
+    if config.max_total_tokens is not None:
+        num_pages = config.max_total_tokens // page_size
+    else:
+        num_pages = _free_bytes(device) // (bytes_per_token * page_size)
+        # More than every running request at full length can use is waste.
+        most = -(-context_length // page_size) * config.max_running_requests
+        num_pages = min(num_pages, most)
+    if num_pages < 2:
+        raise CapacityError(
+            f"--max-total-tokens {config.max_total_tokens}: the KV pool would hold {num_pages} "
+            f"pages of {page_size} tokens ({bytes_per_token} bytes a token); at least 2 are needed"
+        )
+    chunk = config.chunked_prefill_size
+    return Capacity(
+        page_size=page_size,
+        num_pages=num_pages,
+        context_length=min(context_length, num_pages * page_size),
+        chunk_size=chunk if chunk is not None else (8192 if device.type == "cuda" else 128),
+    )
+
+
+def _context_length(config: WorkerConfig, model: Model) -> int:
+    if config.context_length is None:
+        return model.context_length
+    if not 1 <= config.context_length <= model.context_length:
+        raise CapacityError(
+            f"--context-length {config.context_length}: this model accepts 1 to "
+            f"{model.context_length}"
+        )
+    return config.context_length
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * _CUDA_SHARE)
+    return int(psutil.virtual_memory().available * _CPU_SHARE)

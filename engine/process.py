@@ -1,0 +1,31 @@
+"""A process's own standing in the system: its title, and its end with its parent's."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+import setproctitle
+
+_PR_SET_PDEATHSIG = 1
+
+
+def set_title(title: str) -> None:
+    setproctitle.setproctitle(title)
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent thread ends, however that happens.
+
+    Linux only; elsewhere nothing is done and the worker's own check of its parent is all there is.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it died before the call took effect
+        os.kill(os.getpid(), signal.SIGKILL)

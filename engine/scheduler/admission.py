@@ -1,0 +1,56 @@
+"""Whether a waiting request may start, and what it then holds. Knows no budget of tokens.
+
+A request starts with all pages of its tokens, so a prefill that has begun never waits for pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.req import Req
+from kvcache.prefix_cache import PrefixCache
+
+
+class Admission:
+    def __init__(self, cache: PrefixCache, page_size: int) -> None:
+        self._cache = cache
+        self._page_size = page_size
+
+    def admit(self, req: Req, num_running: int, prefilling: Iterable[Req]) -> str:
+        """Give `req` its cached prefix and pages. Returns "admitted"; "later" where another request
+        is computing the very page this one needs next (it will find it cached); "full" where pages
+        are missing, and then nothing has changed."""
+        token_ids = req.token_ids
+        # The last token is always computed: its logits are needed. Prompt scores need all.
+        match = self._cache.match([] if req.scores_prompt else token_ids[:-1])
+        if not req.scores_prompt and self._is_being_computed(req, match.num_tokens, prefilling):
+            return "later"
+        num_new = -(-len(token_ids) // self._page_size) - len(match.pages)
+        self._cache.lock(match.node)
+        # Each running request may soon need one more page: start none that would be retracted.
+        free = self._cache.free_pages + self._cache.evictable_pages
+        pages = None
+        if num_running == 0 or num_new + num_running <= free:
+            pages = self._cache.alloc(num_new, match.pages[-1] if match.pages else None)
+        if pages is None:
+            self._cache.unlock(match.node)
+            return "full"
+        req.node = match.node
+        req.pages = match.pages + pages
+        req.num_pages_known = 0
+        req.num_tree = req.num_computed = match.num_tokens
+        if req.num_cached is None:
+            req.num_cached = min(match.num_tokens, req.num_prompt)
+        return "admitted"
+
+    def _is_being_computed(self, req: Req, start: int, prefilling: Iterable[Req]) -> bool:
+        end = start + self._page_size
+        if end >= len(req.token_ids):
+            return False
+        page = req.token_ids[start:end]
+        return any(
+            other.num_tree < end <= len(other.token_ids)
+            and other.token_ids[start:end] == page
+            and other.token_ids[:start] == req.token_ids[:start]
+            for other in prefilling
+        )

@@ -1,0 +1,86 @@
+"""The running set: who holds a req_index and pages, and how they are given back.
+
+Retraction keeps what was computed in the prefix cache, so that a retracted request resumes cheaply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.req import Req
+from kvcache.prefix_cache import PrefixCache
+
+
+class RunningSet:
+    def __init__(self, cache: PrefixCache, page_size: int, max_running: int) -> None:
+        self._cache = cache
+        self._page_size = page_size
+        self._free_indices = list(range(max_running - 1, -1, -1))
+        self._reqs: list[Req] = []  # by seniority
+        self.finished_indices: list[int] = []  # to be told to the ranks with the next plan
+
+    def __len__(self) -> int:
+        return len(self._reqs)
+
+    @property
+    def is_full(self) -> bool:
+        return not self._free_indices
+
+    def __iter__(self) -> Iterator[Req]:
+        """By seniority."""
+        return iter(self._reqs)
+
+    def add(self, req: Req) -> None:
+        req.req_index = self._free_indices.pop()
+        self._reqs.append(req)
+        self._reqs.sort(key=lambda r: r.seniority)
+
+    def ensure_page(self, req: Req) -> list[Req]:
+        """Make room for the next token of `req`. Returns the requests retracted for it, the most
+        junior first; the last of them may be `req` itself."""
+        retracted: list[Req] = []
+        while len(req.pages) * self._page_size < len(req.token_ids):
+            pages = self._cache.alloc(1, req.pages[-1] if req.pages else None)
+            if pages is not None:
+                req.pages += pages
+                continue
+            victim = self._reqs[-1]
+            self.release(victim)
+            retracted.append(victim)
+            if victim is req:
+                break
+        return retracted
+
+    def keep_in_cache(self, req: Req) -> None:
+        """Hand the full pages computed so far to the prefix cache; `req` keeps using them."""
+        num_full = req.num_computed // self._page_size * self._page_size
+        if num_full <= req.num_tree:
+            return
+        first, last = req.num_tree // self._page_size, num_full // self._page_size
+        span = req.token_ids[req.num_tree : num_full]
+        inserted = self._cache.insert(span, req.pages[first:last], after=req.node)
+        self._cache.lock(inserted.node)
+        if req.node is not None:
+            self._cache.unlock(req.node)
+        req.node = inserted.node
+        req.num_tree = num_full
+        for i, page in enumerate(inserted.pages, first):
+            if req.pages[i] != page:  # cached already, in other pages: the tree's win
+                req.num_pages_known = min(req.num_pages_known, i)
+                req.pages[i] = page
+
+    def release(self, req: Req) -> None:
+        """Take `req` out of the running set; its computed pages stay cached, the rest is freed."""
+        self.keep_in_cache(req)
+        own = req.pages[req.num_tree // self._page_size :]
+        if own:
+            self._cache.free(own)
+        if req.node is not None:
+            self._cache.unlock(req.node)
+        self._reqs.remove(req)
+        self._free_indices.append(req.req_index)
+        self.finished_indices.append(req.req_index)
+        req.node, req.req_index, req.pages = None, -1, []
+        req.num_tree = req.num_computed = req.num_pages_known = 0
+        if req.num_output == 0:
+            req.prompt_logprobs = []
