@@ -1,0 +1,35 @@
+# make serve [ARGS="--port 9000"]   install, fetch the default model where needed, serve
+# make test  [ARGS="tests/server"]  install with the test tools, run pytest
+# make check                        format, lint, types, law of imports
+# make bench [ARGS="--concurrency 8"]  load a running server (http://127.0.0.1:8000)
+# PYTHON=/path/to/python3 chooses the interpreter that makes .venv.
+
+ARGS ?=
+BIN := .venv/bin
+export PYTHON
+
+.PHONY: help serve test check bench install install-dev
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+install:
+	@scripts/install.sh serve
+
+install-dev:
+	@scripts/install.sh dev
+
+serve: install
+	@exec $(BIN)/plait serve $(ARGS)
+
+test: install-dev
+	@exec $(BIN)/python -m pytest $(ARGS)
+
+check: install-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install
+	@exec $(BIN)/plait bench $(ARGS)
