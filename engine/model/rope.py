@@ -92,7 +92,8 @@ def mla_softmax_scale(config: Any) -> float:
     parameters = rope_parameters(config)
     mscale_all_dim = parameters.get("mscale_all_dim")
     if parameters["rope_type"] != "default" and mscale_all_dim:
-        scale *= _yarn_mscale(parameters["factor"], mscale_all_dim) ** 2
+        mscale = _yarn_mscale(parameters["factor"], mscale_all_dim)
+        scale = scale * mscale * mscale
     return scale
 
 
