@@ -35,13 +35,12 @@ def plan_capacity(
         raise CapacityError(
             f"--page-size {page_size}: models with a lightning indexer need a page size of 64"
         )
-    context_length = _context_length(config, model)
     if config.max_total_tokens is not None:
         num_pages = config.max_total_tokens // page_size
     else:
         num_pages = _free_bytes(device) // (bytes_per_token * page_size)
         # More than every running request at full length can use is waste.
-        most = -(-context_length // page_size) * config.max_running_requests
+        most = -(-model.context_length // page_size) * config.max_running_requests
         num_pages = min(num_pages, most)
     if num_pages < 2:
         raise CapacityError(
@@ -52,20 +51,9 @@ def plan_capacity(
     return Capacity(
         page_size=page_size,
         num_pages=num_pages,
-        context_length=min(context_length, num_pages * page_size),
+        context_length=min(model.context_length, num_pages * page_size),
         chunk_size=chunk if chunk is not None else (8192 if device.type == "cuda" else 128),
     )
-
-
-def _context_length(config: WorkerConfig, model: Model) -> int:
-    if config.context_length is None:
-        return model.context_length
-    if not 1 <= config.context_length <= model.context_length:
-        raise CapacityError(
-            f"--context-length {config.context_length}: this model accepts 1 to "
-            f"{model.context_length}"
-        )
-    return config.context_length
 
 
 def _free_bytes(device: torch.device) -> int:
