@@ -1,0 +1,99 @@
+"""The mixture of experts of one DeepSeek layer: gate, routed experts, shared experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from engine.model.layers import Mlp
+from engine.model.weights import Checkpoint
+from kernels.moe import moe
+from kernels.route import sigmoid_gate, softmax_gate
+
+
+class Gate:
+    """Router logits and the choice, in float32 whatever the checkpoint's dtype."""
+
+    def __init__(self, config: Any, checkpoint: Checkpoint, prefix: str) -> None:
+        num_experts = config.n_routed_experts
+        self.top_k: int = config.num_experts_per_tok
+        self.n_group: int = config.n_group or 1
+        self.topk_group: int = config.topk_group or 1
+        self.norm_topk_prob = bool(config.norm_topk_prob)
+        self.routed_scaling_factor: float = config.routed_scaling_factor
+        shape = (num_experts, config.hidden_size)
+        self.weight = checkpoint.get(f"{prefix}.weight", shape, torch.float32)
+        self.bias = None
+        if config.model_type == "deepseek_v2":
+            self.n_group = _v2_groups(config)
+        else:
+            name = f"{prefix}.e_score_correction_bias"
+            self.bias = checkpoint.get(name, (num_experts,), torch.float32)
+        if num_experts % self.n_group:
+            raise ValueError(f"n_group {self.n_group} must divide n_routed_experts {num_experts}")
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, hidden_size] -> expert ids [T, top_k] int64 and their weights [T, top_k] float32."""
+        logits = functional.linear(x.float(), self.weight)
+        groups = (self.n_group, self.topk_group)
+        if self.bias is None:
+            ids, weights = softmax_gate(logits, self.top_k, *groups)
+        else:
+            ids, weights = sigmoid_gate(logits, self.bias, self.top_k, *groups)
+        if self.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        if self.routed_scaling_factor != 1.0:
+            weights = weights * self.routed_scaling_factor
+        return ids, weights
+
+
+def _v2_groups(config: Any) -> int:
+    groups = {"greedy": 1, "group_limited_greedy": config.n_group or 1}
+    if config.topk_method not in groups:
+        raise ValueError(
+            f"topk_method {config.topk_method!r} is not supported; accepted are {', '.join(groups)}"
+        )
+    return int(groups[config.topk_method])
+
+
+class Moe:
+    """Routed experts, weighted, plus the shared experts unscaled."""
+
+    def __init__(self, config: Any, checkpoint: Checkpoint, prefix: str) -> None:
+        hidden, intermediate = config.hidden_size, config.moe_intermediate_size
+        self.gate = Gate(config, checkpoint, f"{prefix}.gate")
+        self.w13, self.w2 = _load_experts(
+            checkpoint, f"{prefix}.experts", config.n_routed_experts, hidden, intermediate
+        )
+        self.shared_experts = None
+        if config.n_shared_experts:
+            shared = intermediate * config.n_shared_experts
+            self.shared_experts = Mlp.load(checkpoint, f"{prefix}.shared_experts", hidden, shared)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:  # [T, hidden_size], as x
+        out = moe(x, self.w13, self.w2, *self.gate(x))
+        return out if self.shared_experts is None else out + self.shared_experts(x)
+
+
+def _load_experts(
+    checkpoint: Checkpoint, prefix: str, num_experts: int, hidden: int, intermediate: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """w13 [E, 2 · intermediate, hidden] (gate rows first) and w2 [E, hidden, intermediate], from
+    one tensor an expert and projection as published, or from the fused form."""
+    w13_shape = (num_experts, 2 * intermediate, hidden)
+    w2_shape = (num_experts, hidden, intermediate)
+    if checkpoint.has(f"{prefix}.gate_up_proj"):
+        return (
+            checkpoint.get(f"{prefix}.gate_up_proj", w13_shape),
+            checkpoint.get(f"{prefix}.down_proj", w2_shape),
+        )
+    w13 = torch.empty(w13_shape, dtype=checkpoint.dtype, device=checkpoint.device)
+    w2 = torch.empty(w2_shape, dtype=checkpoint.dtype, device=checkpoint.device)
+    for expert in range(num_experts):
+        name = f"{prefix}.{expert}"
+        checkpoint.fill(w13[expert, :intermediate], f"{name}.gate_proj.weight")
+        checkpoint.fill(w13[expert, intermediate:], f"{name}.up_proj.weight")
+        checkpoint.fill(w2[expert], f"{name}.down_proj.weight")
+    return w13, w2

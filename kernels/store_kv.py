@@ -1,0 +1,21 @@
+"""Scatters the new tokens' KV into cache rows."""
+
+from __future__ import annotations
+
+import torch
+
+
+def store_rows(
+    cache: torch.Tensor,  # [rows, ...]
+    rows: torch.Tensor,  # [N] int64, distinct but for padding
+    tokens: torch.Tensor | None,  # [N] int64: the source tokens; None: all T = N of them, in order
+    *parts: torch.Tensor,  # each [T, ...]; more than one: 2-d, side by side in a row
+) -> None:
+    """cache[rows[i]] = the parts of token tokens[i], cast to the cache's dtype."""
+    begin = 0
+    for part in parts:
+        if tokens is not None:
+            part = part[tokens]
+        target = cache if len(parts) == 1 else cache[:, begin : begin + part.shape[1]]
+        target.index_copy_(0, rows, part.to(cache.dtype))
+        begin += part.shape[1]

@@ -1,0 +1,162 @@
+"""This rank's KV rows: the buffers, layer by layer, and how the tokens of one forward reach them.
+
+Callers speak locs; rows exist below this line only. Knows no request, no attention and no
+allocation policy: who owns a page is the layout's map, which page is free the allocator's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.store_kv import store_rows
+from kvcache.layout import KVGeometry
+from kvcache.sharding import CpSharedKVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where the new tokens of one forward are written: computed once, used by every layer."""
+
+    rows: torch.Tensor  # [num_owned] int64
+    tokens: torch.Tensor | None  # [num_owned] int64, which tokens those are; None: all, in order
+
+
+class KVPool:
+    """Buffers for `num_pages` pages of this rank plus the dummy page, which is row page 0.
+
+    Memory is not touched before it is written, so a large pool costs address space first. Rows that
+    were never written hold anything, NaN included: readers must not let them into a result, and
+    padding is read from rows known to be written.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        layout: CpSharedKVLayout,
+        num_pages: int,  # physical: of this rank, without the dummy page
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if num_pages <= 0:
+            raise ValueError(f"num_pages must be positive, got {num_pages}")
+        self.geometry = geometry
+        self.num_pages = num_pages
+        self._layout = layout
+        num_rows = (num_pages + 1) * layout.page_size
+
+        def buffer(num_layers: int, *widths: int) -> torch.Tensor:
+            return torch.empty((num_layers, num_rows, *widths), dtype=dtype, device=device)
+
+        g = geometry
+        heads = (g.num_kv_heads, g.head_dim)
+        num_latent = g.num_layers if g.latent_dim else 0
+        num_gqa = g.num_layers if g.num_kv_heads else 0
+        self._latent = buffer(num_latent, g.latent_dim)  # [layers, rows, latent KV | rope key]
+        self._keys = buffer(num_gqa, *heads)  # [layers, rows, kv heads, head_dim]
+        self._values = buffer(num_gqa, *heads)
+        self._index_keys = buffer(len(g.index_layers), g.index_dim)  # [indexers, rows, index_dim]
+        self._index_slot = {layer: slot for slot, layer in enumerate(g.index_layers)}
+
+    @classmethod
+    def create(
+        cls,
+        geometry: KVGeometry,
+        page_size: int,
+        num_pages: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+    ) -> KVPool:
+        """The pool of rank `cp_rank`; for callers above the border, who know no layout."""
+        layout = CpSharedKVLayout(page_size, cp_size, cp_rank)
+        return cls(geometry, layout, num_pages, dtype, device)
+
+    @property
+    def page_size(self) -> int:
+        return self._layout.page_size
+
+    @property
+    def logical_pages(self) -> int:
+        """Pages the whole group holds; they are numbered from 1."""
+        return self.num_pages * self._layout.cp_size
+
+    @property
+    def logical_tokens(self) -> int:
+        return self._layout.logical_size(self.num_pages * self.page_size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's buffers, the dummy page included."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """All that pages consist of, each [layers, rows, ...], for transfers and the host tier."""
+        return tuple(
+            b for b in (self._latent, self._keys, self._values, self._index_keys) if b.numel()
+        )
+
+    @staticmethod
+    def page_bytes(geometry: KVGeometry, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one page over all layers, for sizing a pool by memory."""
+        return geometry.elements_per_token * page_size * dtype.itemsize
+
+    def rows(self, locs: torch.Tensor) -> torch.Tensor:
+        """Row of each loc, same shape. Meaningful for locs that this rank owns."""
+        return self._layout.row(locs)
+
+    def destination(self, locs: torch.Tensor) -> Destination:
+        """Where tokens with these locs [T] are written: the owned ones only. One rank owns all, and
+        padding (the dummy page) goes to row page 0."""
+        rows = self._layout.row(locs)
+        if self._layout.cp_size == 1:
+            return Destination(rows, None)
+        tokens = self._layout.owned_by_this_rank(locs).nonzero()[:, 0]
+        return Destination(rows[tokens], tokens)
+
+    def latent(self, layer: int) -> torch.Tensor:
+        """[rows, latent_dim]: latent KV, then the roped key."""
+        return self._latent[layer]
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """[rows, num_kv_heads, head_dim]"""
+        return self._keys[layer]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """[rows, num_kv_heads, head_dim]"""
+        return self._values[layer]
+
+    def index_keys(self, layer: int) -> torch.Tensor:
+        """[rows, index_dim]. Raises ValueError for a layer without an indexer of its own."""
+        slot = self._index_slot.get(layer)
+        if slot is None:
+            raise ValueError(
+                f"layer {layer} has no indexer; layers with one: {self.geometry.index_layers}"
+            )
+        return self._index_keys[slot]
+
+    def store_latent(
+        self,
+        layer: int,
+        to: Destination,
+        latent: torch.Tensor,  # [T, kv_lora_rank]
+        k_pe: torch.Tensor,  # [T, qk_rope_head_dim]
+    ) -> None:
+        store_rows(self._latent[layer], to.rows, to.tokens, latent, k_pe)
+
+    def store_kv(
+        self,
+        layer: int,
+        to: Destination,
+        k: torch.Tensor,  # [T, num_kv_heads, head_dim]
+        v: torch.Tensor,  # [T, num_kv_heads, head_dim]
+    ) -> None:
+        store_rows(self._keys[layer], to.rows, to.tokens, k)
+        store_rows(self._values[layer], to.rows, to.tokens, v)
+
+    def store_index_key(self, layer: int, to: Destination, key: torch.Tensor) -> None:
+        """key: [T, index_dim]. Raises ValueError for a layer without an indexer of its own."""
+        store_rows(self.index_keys(layer), to.rows, to.tokens, key)
