@@ -1,0 +1,213 @@
+"""The prefix cache as a scheduler uses it: who owns which page, eviction by lane, refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcache.allocator import CPSharedPagedAllocator, count_lanes
+from kvcache.prefix_cache import PrefixCache
+
+
+def make_cache(pages_per_lane: int, page_size: int = 2, cp_size: int = 1) -> PrefixCache:
+    return PrefixCache(CPSharedPagedAllocator(pages_per_lane, page_size, cp_size))
+
+
+def cache_prompt(cache: PrefixCache, token_ids: list[int]) -> list[int]:
+    """Compute and insert a prompt of whole pages, as a request that ends at once."""
+    match = cache.match(token_ids)
+    num_new = len(token_ids) // cache.page_size - len(match.pages)
+    pages = cache.alloc(num_new, match.pages[-1] if match.pages else None)
+    assert pages is not None
+    return cache.insert(token_ids, match.pages + pages).pages
+
+
+def accounts(cache: PrefixCache) -> tuple[int, int, int, int]:
+    cache.check()
+    parts = (cache.free_pages, cache.held_pages, cache.evictable_pages, cache.locked_pages)
+    assert sum(parts) == cache.total_pages
+    return parts
+
+
+def test_a_request_from_first_token_to_last() -> None:
+    cache = make_cache(8)
+    match = cache.match([1, 2, 3, 4])
+    assert (match.pages, match.num_tokens) == ([], 0)
+    cache.lock(match.node)
+    pages = cache.alloc(3)
+    assert pages == [1, 2, 3]
+    assert accounts(cache) == (5, 3, 0, 0)
+
+    inserted = cache.insert([1, 2, 3, 4, 5], pages)  # the third page is not full
+    assert (inserted.num_existing_tokens, inserted.pages) == (0, [1, 2])
+    cache.lock(inserted.node)
+    cache.unlock(match.node)
+    assert accounts(cache) == (5, 1, 0, 2)
+
+    cache.free(pages[2:])
+    cache.unlock(inserted.node)
+    assert accounts(cache) == (6, 0, 2, 0)
+    again = cache.match([1, 2, 3, 4, 5])
+    assert (again.pages, again.num_tokens, again.node) == ([1, 2], 4, inserted.node)
+
+
+def test_the_trees_pages_win_and_duplicates_are_freed() -> None:
+    cache = make_cache(8)
+    first, second = cache.alloc(2), cache.alloc(3)
+    assert first == [1, 2] and second == [3, 4, 5]
+    cache.insert([1, 2, 3, 4], first)
+    inserted = cache.insert([1, 2, 3, 4, 5, 6], second)
+    assert (inserted.num_existing_tokens, inserted.pages) == (4, [1, 2, 5])
+    assert accounts(cache) == (5, 0, 3, 0)
+    assert cache.match([1, 2, 3, 4, 5, 6]).pages == [1, 2, 5]
+
+
+def test_inserting_what_is_there_changes_nothing() -> None:
+    cache = make_cache(8)
+    pages = cache_prompt(cache, [1, 2, 3, 4])
+    before = accounts(cache)
+    inserted = cache.insert([1, 2, 3, 4], pages)
+    assert (inserted.num_existing_tokens, inserted.pages) == (4, pages)
+    assert accounts(cache) == before
+
+
+def test_less_than_a_page_is_not_cached() -> None:
+    cache = make_cache(8, page_size=4)
+    pages = cache.alloc(1)
+    assert pages == [1]
+    assert cache.insert([1, 2, 3], pages).pages == []
+    assert accounts(cache) == (7, 1, 0, 0)
+
+
+def test_insert_after_a_locked_node_equals_insert_from_the_start() -> None:
+    cache = make_cache(8)
+    pages = cache.alloc(4)
+    assert pages is not None
+    first = cache.insert([1, 2, 3, 4], pages[:2])
+    cache.lock(first.node)
+    more = cache.insert([5, 6, 7, 8, 9], pages[2:], after=first.node)
+    assert (more.num_existing_tokens, more.pages) == (0, [3, 4])
+    assert cache.match([1, 2, 3, 4, 5, 6, 7, 8]).pages == [1, 2, 3, 4]
+    cache.unlock(first.node)
+    with pytest.raises(RuntimeError, match="not locked"):
+        cache.insert([7, 7], [], after=first.node)
+    assert accounts(cache) == (4, 0, 4, 0)
+
+
+def test_alloc_evicts_the_oldest_prefix_and_only_as_much_as_it_needs() -> None:
+    cache = make_cache(8)
+    cache_prompt(cache, [1, 2, 3, 4, 5, 6])
+    cache_prompt(cache, [7, 8, 9, 10])
+    assert cache.free_pages == 3
+    assert cache.alloc(4) is not None
+    assert cache.match([1, 2, 3, 4, 5, 6]).num_tokens == 4
+    assert cache.match([7, 8, 9, 10]).num_tokens == 4
+    assert cache.state_str() == (
+        "allocator_available_size=0 (allocator_free_size=0 [free_pages=0] + "
+        "allocator_release_size=0 [release_pages=0]) evictable_size=8 obtainable_size=8 "
+        "last_eviction=[asked_pages=1, evicted_pages=1]"
+    )
+
+
+def test_alloc_that_cannot_be_met_evicts_nothing() -> None:
+    cache = make_cache(6)
+    cache_prompt(cache, [1, 2, 3, 4])
+    cache.lock(cache.match([1, 2, 3, 4]).node)
+    cache_prompt(cache, [5, 6, 7, 8])
+    before = accounts(cache)
+    assert cache.obtainable_pages == 4
+    assert cache.alloc(5) is None
+    assert accounts(cache) == before
+    assert cache.match([5, 6, 7, 8]).num_tokens == 4
+    assert cache.alloc(4) is not None
+    assert accounts(cache) == (0, 4, 0, 2)
+
+
+def test_alloc_goes_on_in_the_lane_after_the_prefix() -> None:
+    cache = make_cache(4, cp_size=4)
+    pages = cache_prompt(cache, [1, 2, 3, 4, 5, 6])
+    assert pages == [1, 2, 3]
+    assert cache.alloc(3, after_page=3) == [4, 5, 6]
+
+
+def test_eviction_goes_on_until_the_lane_that_is_short_has_enough() -> None:
+    cache = make_cache(2, page_size=1, cp_size=2)
+    assert cache_prompt(cache, [1]) == [1]  # lane 0
+    assert cache_prompt(cache, [2]) == [2]  # lane 1
+    held = cache.alloc(1)
+    assert held == [3]
+    # Lane 1 has page 4 free and page 2 cached; lane 0 only page 1, cached and the oldest.
+    assert cache.alloc(2, after_page=3) == [4, 1]
+    # Page 2 is all that is left; a page of lane 0 cannot be had, one of lane 1 can.
+    assert cache.obtainable_pages == 0
+    assert cache.alloc(1, after_page=4) is None
+    assert cache.match([2]).num_tokens == 1
+    assert cache.alloc(1) == [2]  # a fresh request may begin where something can be had
+    assert accounts(cache) == (0, 4, 0, 0)
+
+
+def test_evict_frees_up_to_the_number_asked_for() -> None:
+    cache = make_cache(8)
+    cache_prompt(cache, [1, 2, 3, 4, 5, 6])
+    cache_prompt(cache, [7, 8])
+    assert cache.evict(0) == 0
+    assert cache.evict(2) == 2
+    assert cache.match([1, 2, 3, 4, 5, 6]).num_tokens == 2
+    assert cache.evict(9) == 2
+    assert accounts(cache) == (8, 0, 0, 0)
+
+
+def test_reset_forgets_every_prefix_but_not_under_a_lock() -> None:
+    cache = make_cache(8)
+    cache_prompt(cache, [1, 2, 3, 4])
+    own = cache.alloc(1)
+    node = cache.match([1, 2]).node
+    cache.lock(node)
+    with pytest.raises(RuntimeError, match="1 pages are locked"):
+        cache.reset()
+    assert cache.match([1, 2, 3, 4]).num_tokens == 4
+    cache.unlock(node)
+    cache.reset()
+    assert cache.match([1, 2, 3, 4]).num_tokens == 0
+    assert own is not None
+    assert accounts(cache) == (7, 1, 0, 0)
+
+
+def test_pages_that_are_not_the_requests_are_refused() -> None:
+    cache = make_cache(8)
+    cached = cache_prompt(cache, [1, 2, 3, 4])
+    own = cache.alloc(2)
+    assert own == [3, 4]
+    before = accounts(cache)
+    with pytest.raises(ValueError, match="page 1 is the prefix cache's"):
+        cache.free([own[0], cached[0]])
+    with pytest.raises(ValueError, match="page 8 is not allocated"):
+        cache.free([8])
+    with pytest.raises(ValueError, match="twice"):
+        cache.free([3, 3])
+    with pytest.raises(ValueError, match="page 2 is the prefix cache's"):
+        cache.insert([9, 9, 8, 8], [3, 2])  # cached, but for another prefix
+    with pytest.raises(ValueError, match="page 0 is not allocated"):
+        cache.insert([9, 9], [0])
+    with pytest.raises(ValueError, match="twice"):
+        cache.insert([9, 9, 8, 8], [3, 3])
+    with pytest.raises(ValueError, match="4 tokens fill 2 pages of 2, got 1 pages"):
+        cache.insert([9, 9, 8, 8], [3])
+    assert accounts(cache) == before
+
+
+def test_a_match_counts_as_a_hit_on_its_whole_path() -> None:
+    cache = make_cache(8)
+    cache_prompt(cache, [1, 2, 3, 4])
+    cache_prompt(cache, [1, 2, 5, 6])
+    hits = cache.match([1, 2]).node.hits
+    node = cache.match([1, 2, 5, 6]).node
+    assert node.hits == 1
+    assert node.parent is not None and node.parent.hits == hits + 1
+
+
+def test_a_prompt_larger_than_a_rank_fits_the_group() -> None:
+    cache = make_cache(3, page_size=1, cp_size=4)
+    token_ids = list(range(12))
+    pages = cache_prompt(cache, token_ids)
+    assert count_lanes(pages, 4) == [3, 3, 3, 3]
+    assert cache.match(token_ids).num_tokens == 12
