@@ -62,7 +62,12 @@ if ! "$venv/bin/python" -c "$is_fit" 2>/dev/null || ! "$venv/bin/python" -m pip 
     "$python" -m venv --clear "$venv"
 fi
 
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+# Without --no-compile most of the time goes into byte code of modules that are never imported.
+pip() {
+    verb=$1
+    shift
+    "$venv/bin/python" -m pip --disable-pip-version-check "$verb" --no-compile "$@"
+}
 rm -f "$venv/.plait-serve" "$venv/.plait-dev"
 
 torch_is_there() {

@@ -1,0 +1,175 @@
+"""One worker process kept alive: spawned, watched, restarted, ended.
+
+Owns the process and the pace of restarts. Knows no request: what was lost with a worker is the
+client's to replay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+import engine
+from engine.config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+MAX_FAILED_STARTS = 3  # deaths in a row before a hello: a restart will not help
+FIRST_DELAY_S = 0.25
+MAX_DELAY_S = 30.0
+LONG_LIFE_S = 60.0  # a worker that lived so long is restarted without the earlier deaths' delay
+POLL_S = 0.05
+KILL_AFTER_S = 5.0
+# An exit code by which a worker says that its options cannot work: it is not restarted.
+BAD_OPTIONS = 2
+# Workers run here, so that no folder named `engine` where the user stands is taken for ours.
+PACKAGE_ROOT = Path(str(engine.__file__)).parent.parent
+
+
+class WorkerFailedError(Exception):
+    """A worker cannot be brought up; its own error is on stderr, above this one."""
+
+
+class Workers(Protocol):
+    """What the supervisor needs of the client: who said hello, and whom to tell of a death."""
+
+    def is_present(self, pid: int) -> bool: ...
+
+    def worker_exited(self, pid: int) -> None: ...
+
+
+def worker_command(config: WorkerConfig) -> list[str]:
+    return [sys.executable, "-m", "engine.worker", msgspec.json.encode(config).decode()]
+
+
+class Supervisor:
+    """`run` until cancelled or failed; `stop` ends the worker, `kill` ends it at once.
+
+    To be used on the main thread's event loop: a worker dies with the thread that spawned it.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        workers: Workers,
+        *,
+        command: Callable[[WorkerConfig], list[str]] = worker_command,
+        first_delay_s: float = FIRST_DELAY_S,
+    ) -> None:
+        self._config = config
+        self._workers = workers
+        self._command = command
+        self._first_delay_s = first_delay_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._is_stopping = False
+        self.ready = asyncio.Event()  # set at the first hello
+        self.num_restarts = 0
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def run(self) -> None:
+        """Keep one worker alive until `stop`. Raises WorkerFailedError when it will not come up."""
+        num_failed_starts = 0
+        delay_s = self._first_delay_s
+        while True:
+            started_s = time.monotonic()
+            process = await self._spawn()
+            was_ready = await self._watch(process)
+            self._workers.worker_exited(process.pid)
+            if self._is_stopping:
+                return
+            num_failed_starts = 0 if was_ready else num_failed_starts + 1
+            self._give_up_where_hopeless(process, num_failed_starts)
+            if time.monotonic() - started_s >= LONG_LIFE_S:
+                delay_s = self._first_delay_s
+            log.error(
+                "worker %d (pid %d) ended with %s; restart in %.2f s",
+                self._config.index,
+                process.pid,
+                _ending(process.returncode),
+                delay_s,
+            )
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, MAX_DELAY_S)
+            # Again, for a hello that was still on its way when its sender died.
+            self._workers.worker_exited(process.pid)
+            if self._is_stopping:
+                return
+            self.num_restarts += 1
+
+    async def stop(self) -> None:
+        """Ask the worker to end, wait, kill it where it does not. No restart follows."""
+        self._is_stopping = True
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), KILL_AFTER_S)
+        except asyncio.TimeoutError:
+            log.warning("worker %d does not end; killed", self._config.index)
+            self.kill()
+            await process.wait()
+
+    def kill(self) -> None:
+        """End the worker now."""
+        self._is_stopping = True
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        # Its own session: a terminal's Ctrl-C reaches the front end only, which drains first.
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command(self._config),
+            stdin=subprocess.DEVNULL,
+            cwd=PACKAGE_ROOT,
+            start_new_session=True,
+        )
+        if self._is_stopping:
+            self.kill()
+        return self._process
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> bool:
+        """Wait for the end of the worker; True where it had said hello."""
+        ended = asyncio.ensure_future(process.wait())
+        try:
+            while not ended.done():
+                if self._workers.is_present(process.pid):
+                    self.ready.set()
+                    await ended
+                    return True
+                await asyncio.wait([ended], timeout=POLL_S)
+            return False
+        finally:
+            ended.cancel()
+
+    def _give_up_where_hopeless(
+        self, process: asyncio.subprocess.Process, num_failed_starts: int
+    ) -> None:
+        index, ending = self._config.index, _ending(process.returncode)
+        if num_failed_starts and process.returncode == BAD_OPTIONS:
+            raise WorkerFailedError(f"worker {index} cannot start; its error is above")
+        if num_failed_starts >= MAX_FAILED_STARTS:
+            raise WorkerFailedError(
+                f"worker {index} ended {num_failed_starts} times before it was ready, the last"
+                f" time with {ending}; its error is above"
+            )
+
+
+def _ending(returncode: int | None) -> str:
+    if returncode is not None and returncode < 0:
+        return f"signal {-returncode}"
+    return f"exit code {returncode}"
