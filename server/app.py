@@ -1,0 +1,150 @@
+"""The ASGI application: routes, middleware, and the life of client and tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from server import health
+from server.client import EngineClient
+from server.config import ServeConfig
+from server.metrics import CONTENT_TYPE
+from server.middleware import BodyLimit, KeyGuard, RequestId
+from server.openai import chat, completions, errors, models, tokenize
+from server.openai.api import Api
+from server.openai.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from server.tokenizer import Tokenizer
+
+PUBLIC_PATHS = frozenset({"/", "/live", "/ready", "/health"})
+
+_BODIES: dict[str, type[BaseModel]] = {
+    chat.ROUTE: ChatCompletionRequest,
+    completions.ROUTE: CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+def create_app(config: ServeConfig, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
+    """The application starts `client` with its lifespan and closes both at its end.
+
+    Raises ConfigError where the API key file cannot be used.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        client.start()
+        try:
+            yield
+        finally:
+            await client.close()
+            tokenizer.close()
+
+    app = FastAPI(
+        title="plait",
+        lifespan=lifespan,
+        docs_url=None,  # its pages load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+
+    def count_error(kind: str) -> None:
+        client.metrics.errors.labels(kind).inc()
+
+    _add_routes(app, Api(config, client, tokenizer))
+    _describe_bodies(app)
+    errors.install(app, count_error)
+    public = PUBLIC_PATHS if config.metrics_need_key else PUBLIC_PATHS | {"/metrics"}
+    # Each is put around those before it: the last one is the outermost.
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, count_error=count_error)
+    app.add_middleware(KeyGuard, keys=config.api_keys(), public=public, count_error=count_error)
+    if config.cors_allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    app.add_middleware(RequestId, count_error=count_error)
+    return app
+
+
+def _add_routes(app: FastAPI, api: Api) -> None:
+    client = api.client
+
+    @app.post(chat.ROUTE)
+    async def create_chat_completion(request: Request) -> Response:
+        return await chat.create(api, request)
+
+    @app.post(completions.ROUTE)
+    async def create_completion(request: Request) -> Response:
+        return await completions.create(api, request)
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return models.listing(api)
+
+    @app.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> Response:
+        return models.retrieve(api, name)
+
+    @app.post("/tokenize")
+    async def tokenize_text(request: Request) -> Response:
+        return await tokenize.tokenize(api, request)
+
+    @app.post("/detokenize")
+    async def detokenize_ids(request: Request) -> Response:
+        return await tokenize.detokenize(api, request)
+
+    @app.get("/live")
+    async def live() -> Response:
+        return health.live()
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return health.ready(client)
+
+    @app.get("/health")
+    async def health_of_all() -> Response:
+        return health.health(client)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(client.metrics.expose(), media_type=CONTENT_TYPE)
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Routes read their bodies themselves, so the OpenAPI document is told of them here."""
+    original = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = original()
+            kinds, definitions = models_json_schema(
+                [(kind, "validation") for kind in _BODIES.values()],
+                ref_template="#/components/schemas/{model}",
+            )
+            components = document.setdefault("components", {}).setdefault("schemas", {})
+            components.update(definitions["$defs"])
+            for path, kind in _BODIES.items():
+                document["paths"][path]["post"]["requestBody"] = {
+                    "required": True,
+                    "content": {"application/json": {"schema": kinds[kind, "validation"]}},
+                }
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
