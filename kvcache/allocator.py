@@ -26,9 +26,9 @@ def count_lanes(pages: Sequence[int], num_lanes: int) -> list[int]:
 class CPSharedPagedAllocator:
     """Pages 1 .. num_pages_per_lane * cp_size in cp_size lanes, dealt cyclically.
 
-    A page is free (may be handed out), released (freed, and merged into the free lists when an
-    allocation would fail without it) or held. Cyclic dealing is for balance only; the owner of a
-    page is always read from its number.
+    A page is free (may be handed out), released (freed, and merged into its lane's free list when
+    an allocation would fail without it) or held. Accounts are `*_pages` in pages and `*_size` in
+    tokens. Cyclic dealing is for balance only; the owner of a page is read from its number.
     """
 
     def __init__(self, num_pages_per_lane: int, page_size: int, cp_size: int = 1) -> None:
@@ -52,8 +52,6 @@ class CPSharedPagedAllocator:
     @property
     def _lanes(self) -> range:
         return range(self.num_lanes)
-
-    # --- accounting, in pages; *_size in tokens
 
     @property
     def free_pages(self) -> int:
@@ -109,8 +107,6 @@ class CPSharedPagedAllocator:
             f"(allocator_free_size={self.free_size} [free_pages={self.free_pages}] + "
             f"allocator_release_size={self.release_size} [release_pages={self.release_pages}])"
         )
-
-    # --- allocation
 
     def lane_after(self, page: int | None) -> int:
         """Where a request whose last page is `page` goes on; the fullest lane (the first of equals)
@@ -189,8 +185,8 @@ class CPSharedPagedAllocator:
         """Make the free lists hold `needs`, merging released pages where they would fall short."""
         if any(need > have for need, have in zip(needs, self.available_by_lane(), strict=True)):
             return False
-        if any(need > len(free) for need, free in zip(needs, self._free, strict=True)):
-            for free, released in zip(self._free, self._released, strict=True):
+        for need, free, released in zip(needs, self._free, self._released, strict=True):
+            if need > len(free):  # so the free list is short, and sorting it is cheap
                 free.extend(released)
                 free.sort(reverse=True)
                 released.clear()

@@ -45,7 +45,8 @@ class Inserted:
 
 
 class PrefixCache:
-    """Prefixes over one allocator. All pages are logical; nothing here is thread-safe."""
+    """Prefixes over one allocator. Pages are logical, accounts count pages, nothing is
+    thread-safe."""
 
     def __init__(self, allocator: CPSharedPagedAllocator) -> None:
         self._allocator = allocator
@@ -53,8 +54,6 @@ class PrefixCache:
         self._tree = RadixTree(allocator.page_size, allocator.num_lanes)
         self._is_cached = bytearray(allocator.total_pages + 1)  # by page: 1 where it is the tree's
         self._last_eviction = (0, 0)  # pages asked for, pages evicted
-
-    # --- accounting, in pages
 
     @property
     def total_pages(self) -> int:
@@ -91,8 +90,6 @@ class PrefixCache:
             f"obtainable_size={self.obtainable_pages * self.page_size} "
             f"last_eviction=[asked_pages={asked}, evicted_pages={evicted}]"
         )
-
-    # --- prefixes
 
     def match(self, token_ids: Sequence[int]) -> Match:
         """The longest cached prefix of `token_ids`, never longer than they are. A caller that must
@@ -143,8 +140,6 @@ class PrefixCache:
                 self._is_cached[page] = 1
         self._allocator.free(duplicates)
         return Inserted(node, num_existing * self.page_size, cached + new)
-
-    # --- pages
 
     def alloc(self, num_pages: int, after_page: int | None = None) -> list[int] | None:
         """`num_pages` pages for one request, whose last page so far is `after_page` (None: it has
