@@ -236,10 +236,11 @@ def load(flags: Mapping[str, Any], config_file: str | None = None) -> ServeConfi
             return init_settings, env_settings, InitSettingsSource(settings_cls, from_file)
 
     try:
-        return _Layered(**flags)
+        layered = _Layered(**flags)
     except ValidationError as error:
         places = [_describe(e["loc"], e["input"], flags, path) for e in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(places))) from None
+    return ServeConfig.model_construct(layered.model_fields_set, **dict(layered))
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Supervisor:
         self._command = command
         self._first_delay_s = first_delay_s
         self._process: asyncio.subprocess.Process | None = None
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
         self.ready = asyncio.Event()  # set at the first hello
         self.num_restarts = 0
 
@@ -87,7 +87,7 @@ class Supervisor:
             process = await self._spawn()
             was_ready = await self._watch(process)
             self._workers.worker_exited(process.pid)
-            if self._is_stopping:
+            if self._stopping.is_set():
                 return
             num_failed_starts = 0 if was_ready else num_failed_starts + 1
             self._give_up_where_hopeless(process, num_failed_starts)
@@ -100,17 +100,18 @@ class Supervisor:
                 _ending(process.returncode),
                 delay_s,
             )
-            await asyncio.sleep(delay_s)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
             # Again, for a hello that was still on its way when its sender died.
             self._workers.worker_exited(process.pid)
-            if self._is_stopping:
+            if self._stopping.is_set():
                 return
             self.num_restarts += 1
 
     async def stop(self) -> None:
         """Ask the worker to end, wait, kill it where it does not. No restart follows."""
-        self._is_stopping = True
+        self._stopping.set()
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -125,7 +126,7 @@ class Supervisor:
 
     def kill(self) -> None:
         """End the worker now."""
-        self._is_stopping = True
+        self._stopping.set()
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -138,7 +139,7 @@ class Supervisor:
             cwd=PACKAGE_ROOT,
             start_new_session=True,
         )
-        if self._is_stopping:
+        if self._stopping.is_set():
             self.kill()
         return self._process
 

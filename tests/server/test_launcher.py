@@ -1,0 +1,206 @@
+"""The supervisor's rules against scripted processes, and the launcher's small decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import socket
+import stat
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.config import WorkerConfig
+from server import config, launcher, model_source
+from server.supervisor import MAX_FAILED_STARTS, Supervisor, WorkerFailedError, worker_command
+
+CONFIG = WorkerConfig(model="/none", frontend_address="ipc:///none")
+WAITS = "import signal; signal.pause()"
+DEFIES = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.write(int(sys.argv[1]), b"x")
+signal.pause()
+"""
+
+
+class Roster:
+    """Stands for the client: processes are present once a test says so."""
+
+    def __init__(self, says_hello: Callable[[int], bool] = lambda number: True) -> None:
+        self._says_hello = says_hello
+        self.pids: list[int] = []  # in order of their first look
+        self.exited: list[int] = []
+
+    def is_present(self, pid: int) -> bool:
+        if pid not in self.pids:
+            self.pids.append(pid)
+        return self._says_hello(self.pids.index(pid))
+
+    def worker_exited(self, pid: int) -> None:
+        self.exited.append(pid)
+
+
+def supervisor(roster: Roster, script: str) -> Supervisor:
+    return Supervisor(
+        CONFIG,
+        roster,
+        command=lambda told: [sys.executable, "-S", "-c", script],
+        first_delay_s=0.001,
+    )
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_a_worker_that_said_hello_is_replaced_when_it_dies() -> None:
+    roster = Roster()
+    watched = supervisor(roster, WAITS)
+    running = asyncio.create_task(watched.run())
+    await watched.ready.wait()
+    first = watched.pid
+    assert first is not None
+    os.kill(first, 9)
+    while len(roster.pids) < 2:
+        await asyncio.sleep(0)
+    second = watched.pid
+    assert second is not None and second != first
+    assert first in roster.exited
+    assert watched.num_restarts == 1
+    await watched.stop()
+    await running
+    assert not is_alive(second)
+    assert second in roster.exited
+
+
+async def test_deaths_before_the_hello_end_in_an_error() -> None:
+    roster = Roster(says_hello=lambda number: False)
+    watched = supervisor(roster, "raise SystemExit(7)")
+    with pytest.raises(WorkerFailedError, match=f"{MAX_FAILED_STARTS} times.*exit code 7"):
+        await watched.run()
+    assert len(set(roster.exited)) == MAX_FAILED_STARTS
+    assert not watched.ready.is_set()
+
+
+async def test_a_worker_that_refuses_its_options_is_not_tried_again() -> None:
+    watched = supervisor(Roster(lambda number: False), "raise SystemExit(2)")
+    with pytest.raises(WorkerFailedError, match="cannot start"):
+        await watched.run()
+    assert watched.num_restarts == 0
+
+
+async def test_a_worker_that_ignores_the_request_to_end_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("server.supervisor.KILL_AFTER_S", 0.01)
+    started, says_started = os.pipe()
+    os.set_inheritable(says_started, True)
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-S", "-c", DEFIES, str(says_started)], pass_fds=[says_started]
+    )
+    assert await asyncio.to_thread(os.read, started, 1) == b"x"
+    watched = supervisor(Roster(), WAITS)
+    watched._process = process
+    await watched.stop()
+    assert process.returncode == -9
+    os.close(started)
+    os.close(says_started)
+
+
+async def test_stopping_between_two_lives_does_not_wait_for_the_next() -> None:
+    roster = Roster(says_hello=lambda number: True)
+    watched = Supervisor(
+        CONFIG,
+        roster,
+        command=lambda told: [sys.executable, "-S", "-c", WAITS],
+        first_delay_s=3600.0,
+    )
+    running = asyncio.create_task(watched.run())
+    await watched.ready.wait()
+    assert watched.pid is not None
+    os.kill(watched.pid, 9)
+    while not roster.exited:
+        await asyncio.sleep(0)
+    await watched.stop()
+    await running
+    assert watched.num_restarts == 0
+
+
+def test_a_worker_gets_its_options_as_one_json_argument() -> None:
+    command = worker_command(CONFIG)
+    assert command[1:3] == ["-m", "engine.worker"]
+    assert json.loads(command[3])["model"] == "/none"
+
+
+def test_the_curl_line_survives_a_shell_whatever_the_name() -> None:
+    options = config.parse(["--served-model-name", 'it\'s "mine" $HOME', "--api-key", "hunter2"])
+    words = shlex.split(launcher.curl_line(options, "http://127.0.0.1:1"))
+    assert words[:2] == ["curl", "http://127.0.0.1:1/v1/chat/completions"]
+    assert json.loads(words[-1])["model"] == 'it\'s "mine" $HOME'
+    assert any(word.startswith("Authorization: Bearer ") for word in words)
+    assert "hunter2" not in " ".join(words)
+
+
+def test_port_0_is_a_free_port_and_a_taken_one_is_an_error() -> None:
+    with launcher._listen("127.0.0.1", 0) as listener:
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert launcher.url_of(listener) == f"http://127.0.0.1:{port}"
+        with pytest.raises(OSError, match=f"--port {port}: Address already in use"):
+            launcher._listen("127.0.0.1", port)
+    with launcher._listen("0.0.0.0", 0) as listener:
+        assert launcher.url_of(listener).startswith("http://127.0.0.1:")
+
+
+def test_an_address_of_another_machine_is_an_error() -> None:
+    with pytest.raises(OSError, match=r"--host 192\.0\.2\.1"):
+        launcher._listen("192.0.2.1", 0)
+
+
+def test_the_sockets_folder_is_private_and_goes_away(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    for base in (tmp_path, deep):
+        monkeypatch.setattr(tempfile, "tempdir", str(base))
+        with launcher._socket_folder() as folder:
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            with socket.socket(socket.AF_UNIX) as unix:
+                unix.bind(str(folder / "workers"))
+        assert not folder.exists()
+
+
+def test_a_model_that_is_nowhere_is_an_error_that_says_what_is_accepted(tmp_path: Path) -> None:
+    with pytest.raises(model_source.ModelSourceError, match=r"--model nowhere: .*hub id"):
+        model_source.resolve("nowhere")
+    with pytest.raises(model_source.ModelSourceError, match=r"no config\.json"):
+        model_source.resolve(str(tmp_path))
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert model_source.resolve(str(tmp_path)) == tmp_path.resolve()
+
+
+def test_a_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: object, **kwargs: object) -> str:
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(model_source.ModelSourceError) as caught:
+        model_source.resolve("owner/name")
+    assert "--model owner/name: no local folder, and the hub could not be reached" in str(
+        caught.value
+    )
+    assert "Name or service not known" in str(caught.value)
