@@ -20,3 +20,4 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_running_requests: int = 64
     context_length: int | None = None  # None: the model's
     log_level: str = "info"
+    parent_pid: int | None = None  # the process whose end is the worker's; None: who started it

@@ -16,14 +16,15 @@ def set_title(title: str) -> None:
     setproctitle.setproctitle(title)
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent_pid: int | None = None) -> None:
     """Have the kernel kill this process when its parent thread ends, however that happens.
 
-    Linux only; elsewhere nothing is done and the worker's own check of its parent is all there is.
+    `parent_pid` is the parent that this process was started by: where that one ended before this
+    call, the process ends now. Linux only; elsewhere nothing is done and the worker's own check of its parent is all there is.
     """
     if sys.platform != "linux":
         return
-    parent = os.getppid()
+    parent = os.getppid() if parent_pid is None else parent_pid
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

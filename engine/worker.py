@@ -24,12 +24,15 @@ from engine.loading import Engine, load_engine
 from engine.messages import Abort, Drain, Goodbye, Heartbeat, Hello, Outputs, Submit, ToWorker
 from engine.metrics import WorkerMetrics
 from engine.plan import StepPlan
+from engine.model.config import ConfigError
+from engine.model.weights import WeightError
 from engine.process import die_with_parent, set_title
 from engine.types import TokenOut
 
 log = logging.getLogger("plait.worker")
 
 HEARTBEAT_S = 0.5
+BAD_OPTIONS = 2  # exit code: the model or an option cannot work, a restart will not help
 
 
 class Worker:
@@ -149,10 +152,16 @@ def main() -> int:
         level=config.log_level.upper(),
         format=f"%(asctime)s %(levelname)s worker {config.index}: %(message)s",
     )
-    die_with_parent()
+    die_with_parent(config.parent_pid)
     set_title(f"plait worker {config.index}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the front end, which drains
-    worker = Worker(config, load_engine(config))
+    try:
+        engine = load_engine(config)
+    except (ConfigError, WeightError, ValueError) as error:
+        log.error("%s", error)
+        log.debug("where it was raised", exc_info=error)
+        return BAD_OPTIONS
+    worker = Worker(config, engine)
 
     def on_term(signum: int, frame: FrameType | None) -> None:
         worker.drain()

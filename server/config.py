@@ -191,6 +191,7 @@ class ServeConfig(BaseSettings):
             max_running_requests=self.max_running_requests,
             context_length=self.context_length,
             log_level=self.log_level,
+            parent_pid=os.getpid(),
         )
 
 

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s"
-QUIET = ("httpcore", "httpx", "filelock", "urllib3", "asyncio")
+QUIET = ("uvicorn.error", "httpcore", "httpx", "filelock", "urllib3", "asyncio")
 
 
 class _AddRequestId(logging.Filter):
