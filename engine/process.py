@@ -20,7 +20,8 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     """Have the kernel kill this process when its parent thread ends, however that happens.
 
     `parent_pid` is the parent that this process was started by: where that one ended before this
-    call, the process ends now. Linux only; elsewhere nothing is done and the worker's own check of its parent is all there is.
+    call, the process ends now. Linux only; elsewhere nothing is done and the worker's own check of
+    its parent is all there is.
     """
     if sys.platform != "linux":
         return

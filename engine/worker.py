@@ -23,9 +23,9 @@ from engine.config import WorkerConfig
 from engine.loading import Engine, load_engine
 from engine.messages import Abort, Drain, Goodbye, Heartbeat, Hello, Outputs, Submit, ToWorker
 from engine.metrics import WorkerMetrics
-from engine.plan import StepPlan
 from engine.model.config import ConfigError
 from engine.model.weights import WeightError
+from engine.plan import StepPlan
 from engine.process import die_with_parent, set_title
 from engine.types import TokenOut
 
