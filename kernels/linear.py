@@ -1,33 +1,96 @@
 """Matrix products with weights in 16 or 32 bits: chooses the implementation by device and dtype.
 
-Knows no model; the numba form of the same functions lives in kernels.cpu.
+Knows no model. The CPU's own kernels (numba) are in kernels.cpu; where numba is absent, and on
+every other device, torch computes.
 """
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 _EXPAND_ROWS = 4096  # weight rows expanded to fp32 at a time by the fallback
+_STORED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [.., K] times w [N, K] transposed, plus bias [N] -> [.., N] in x.dtype."""
-    if x.dtype == w.dtype:
+    """x [.., K] times w [N, K] transposed, plus bias [N] -> [.., N] in x.dtype.
+
+    Products are summed in fp32 at least. On the CPU with numba, and w in bf16, fp16 or fp32, a
+    row's result depends on that row, w and K alone: not on the other rows, their number, or the
+    number of threads. torch's products, used elsewhere, promise no such thing.
+    Raises ValueError where the shapes do not fit.
+    """
+    if x.shape[-1] != w.shape[-1]:
+        raise ValueError(f"x {list(x.shape)} and w {list(w.shape)} differ in their last dimension")
+    if (cpu := cpu_kernels(x, w)) is not None:
+        out: Tensor = cpu.linear(x, w)
+    elif x.dtype == w.dtype:
         return functional.linear(x, w, bias)
-    parts = [
-        functional.linear(x, w[lo : lo + _EXPAND_ROWS].to(x.dtype))
-        for lo in range(0, w.shape[0], _EXPAND_ROWS)
-    ]
-    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-    return out if bias is None else out + bias.to(out.dtype)
+    else:
+        out = _linear_by_slices(x, w)
+    return out if bias is None else out.add_(bias)
 
 
 def swiglu_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-    """silu(x·gate) * (x·up) · down: x [.., H], w_gate_up [2I, H], w_down [H, I] -> [.., H]."""
+    """(silu(x · gate) * (x · up)) · down: x [.., H], w_gate_up [2I, H] (gate first), w_down [H, I]
+    -> [.., H] in x.dtype. Batch invariant where `linear` is."""
+    if w_gate_up.shape != (2 * w_down.shape[1], x.shape[-1]) or w_down.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"x {list(x.shape)} needs w_gate_up [2I, H] and w_down [H, I], "
+            f"got {list(w_gate_up.shape)} and {list(w_down.shape)}"
+        )
+    if (cpu := cpu_kernels(x, w_gate_up, w_down)) is not None:
+        out: Tensor = cpu.swiglu_mlp(x, w_gate_up, w_down)
+        return out
     gate, up = linear(x, w_gate_up).chunk(2, dim=-1)
     return linear(functional.silu(gate) * up, w_down)
 
 
 def fast_bf16_available() -> bool:
-    """Whether bf16 weights cost no speed on this machine's CPU."""
-    return False
+    """Whether bf16 weights are at least as fast as fp32 ones on this machine's CPU, activations
+    being fp32: true where numba is installed (they halve the memory that a decode step reads)."""
+    return _numba_kernels() is not None
+
+
+def cpu_kernels(x: Tensor, *weights: Tensor) -> ModuleType | None:
+    """kernels.cpu.calls if it can and should take this call, else None."""
+    w = weights[0]
+    if x.device.type != "cpu" or w.dtype not in _STORED or any(t.dtype != w.dtype for t in weights):
+        return None
+    if x.dtype == w.dtype != torch.float32 and _torch_is_fast(x.dtype):
+        return None
+    return _numba_kernels() if x.dtype in _STORED else None
+
+
+@functools.cache
+def _numba_kernels() -> ModuleType | None:
+    if importlib.util.find_spec("numba") is None:
+        return None
+    from kernels.cpu import calls
+
+    return calls
+
+
+@functools.cache
+def _torch_is_fast(dtype: torch.dtype) -> bool:
+    """Whether the CPU multiplies this dtype in hardware, so that torch's product wins."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    flag = "avx512_bf16" if dtype == torch.bfloat16 else "avx512_fp16"
+    return bool(torch.cpu.get_capabilities().get(flag, False))
+
+
+def _linear_by_slices(x: Tensor, w: Tensor) -> Tensor:
+    compute = torch.promote_types(x.dtype, w.dtype)
+    parts = [
+        functional.linear(x.to(compute), w[low : low + _EXPAND_ROWS].to(compute))
+        for low in range(0, w.shape[0], _EXPAND_ROWS)
+    ]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    return out.to(x.dtype)

@@ -3,19 +3,47 @@
 Routing (gate, groups, bias) is the model's; this module is given its result.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 
-from kernels.linear import swiglu_mlp
+from kernels.linear import cpu_kernels, swiglu_mlp
 
 
 def moe(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-    """x [T, H], w13 [E, 2I, H], w2 [E, H, I], topk_ids [T, k] int64, topk_weights [T, k] -> [T, H].
+    """x [T, H], w13 [E, 2I, H] (gate first), w2 [E, H, I], topk_ids [T, k] int64 in [0, E),
+    topk_weights [T, k] -> [T, H] in x.dtype: sum of weight * (silu(gate) * up) · w2ᵀ.
 
-    Each expert is silu(gate) * up, the gate being the first I rows of w13. fp32 accumulation.
+    fp32 accumulation. A token may name an expert twice. Batch invariant where `linear` is.
+    Raises ValueError where the shapes do not fit or an id is no expert's.
     """
+    num_experts, hidden, inner = w2.shape
+    if w13.shape != (num_experts, 2 * inner, hidden) or x.shape[1:] != (hidden,):
+        raise ValueError(
+            f"x {list(x.shape)} needs w13 [E, 2I, H] and w2 [E, H, I], "
+            f"got {list(w13.shape)} and {list(w2.shape)}"
+        )
+    if topk_ids.shape != topk_weights.shape or topk_ids.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)} "
+            f"must both be [{x.shape[0]}, k]"
+        )
+    if (cpu := cpu_kernels(x, w13, w2)) is not None:
+        out: Tensor = cpu.moe(x, w13, w2, topk_ids, topk_weights)
+        return out
+    return moe_reference(x, w13, w2, topk_ids, topk_weights)
+
+
+def moe_reference(
+    x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor
+) -> Tensor:
+    """`moe` in plain torch, for any device."""
+    experts = sorted(set(topk_ids.flatten().tolist()))
+    if experts and not 0 <= experts[0] <= experts[-1] < w2.shape[0]:
+        raise ValueError(f"topk_ids names experts {experts}, expected 0 to {w2.shape[0] - 1}")
     out = torch.zeros_like(x, dtype=torch.float32)
-    for expert in topk_ids.unique().tolist():
+    for expert in experts:
         token, choice = (topk_ids == expert).nonzero(as_tuple=True)
         y = swiglu_mlp(x[token], w13[expert], w2[expert])
         out.index_add_(0, token, y.float() * topk_weights[token, choice, None].float())

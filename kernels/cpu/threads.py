@@ -1,0 +1,74 @@
+"""Threads and the compiler's cache: what must be settled before numba is first used.
+
+numba and torch each bring an OpenMP pool. Two pools on the same cores spin against each other after
+every call, so where possible both are made to share torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+
+def configure(num_threads: int) -> None:
+    """Use `num_threads` threads in torch and, where it is installed, in numba.
+
+    To be called first in a worker, once: numba cannot start more threads than it sees here.
+    """
+    if num_threads < 1:
+        raise ValueError(f"num_threads is {num_threads}, expected 1 or more")
+    torch.set_num_threads(num_threads)
+    if importlib.util.find_spec("numba") is not None:
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(num_threads))
+        prepare_numba()
+
+
+def prepare_numba() -> None:
+    """Point numba to torch's OpenMP library and to a cache folder of these sources' own.
+
+    Comes before the first compiled function. A NUMBA_CACHE_DIR set by the user is respected.
+    """
+    share_openmp()
+    folder = os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder()))
+    from numba.core import config
+
+    config.CACHE_DIR = folder  # numba may have been imported, and its settings read, before
+
+
+def share_openmp() -> bool:
+    """Make the OpenMP library that torch loaded the one that numba's `omp` layer finds, too.
+
+    Its symbols are put into the process's global scope, which the dynamic loader searches before
+    the libraries numba's layer was linked to. Returns whether such a library was found.
+    """
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        return True
+    return False
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: one folder per state of the sources.
+
+    numba notices a changed kernel but not a changed function that the kernel calls, hence the
+    digest. PLAIT_HOME, then the XDG cache directory, then the temporary directory is taken.
+    """
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    digest = hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()[:16]
+    xdg = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = Path(os.environ.get("PLAIT_HOME") or Path(xdg) / "plait").expanduser()
+    for base in (home, Path(tempfile.gettempdir()) / f"plait-{os.getuid()}"):
+        folder = base / "numba" / digest
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK):
+            return folder
+    raise OSError(f"no writable folder for compiled kernels: tried {home} and the temporary one")
