@@ -33,7 +33,7 @@ def load_config(
     raw = _read(path)
     named = raw.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ConfigError(
             f"{path} names the architecture {name!r}; known are {', '.join(sorted(known))}"
         )
