@@ -1,9 +1,7 @@
-"""The ASGI application: routes, middleware, and the life of client and tokenizer."""
+"""The ASGI application: routes and middleware."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -38,23 +36,12 @@ _BODIES: dict[str, type[BaseModel]] = {
 
 
 def create_app(config: ServeConfig, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
-    """The application starts `client` with its lifespan and closes both at its end.
+    """Whoever made `client` starts it on the application's event loop and closes both.
 
     Raises ConfigError where the API key file cannot be used.
     """
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        client.start()
-        try:
-            yield
-        finally:
-            await client.close()
-            tokenizer.close()
-
     app = FastAPI(
         title="plait",
-        lifespan=lifespan,
         docs_url=None,  # its pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,

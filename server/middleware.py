@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server import logs
 from server.openai.errors import APIError, error_response
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class RequestId:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        logs.request_id.set(request_id)
         has_started = False
 
         async def send_with_id(message: Message) -> None:

@@ -93,11 +93,13 @@ def _params(
 def _split(body: CompletionRequest) -> list[str | list[int]]:
     """One entry a prompt. Raises APIError 400 for an empty one."""
     given = body.prompt
-    prompts: list[str | list[int]]
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        prompts = [given]  # type: ignore[list-item]
+    prompts: list[str | list[int]] = []
+    if isinstance(given, str):
+        prompts = [given]
+    elif given and isinstance(given[0], int):
+        prompts = [[token_id for token_id in given if isinstance(token_id, int)]]
     else:
-        prompts = list(given)
+        prompts = [prompt for prompt in given if not isinstance(prompt, int)]
     if not prompts or [] in prompts:
         raise invalid("prompt", "prompt is an empty list: at least one token is needed")
     return prompts

@@ -1,0 +1,45 @@
+"""A server for the tests of facts that hold whatever the model says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.server.scripted import ANSWER, MODEL_NAME, Server, reply, serving
+
+
+@pytest.fixture(scope="session")
+def scripted() -> Iterator[Server]:
+    """One worker that says ANSWER, then EOS, over and over."""
+    with serving() as server:
+        tokenizer = server.tokenizer
+        server.add_worker(reply(tokenizer.encode(ANSWER) + list(tokenizer.eos_token_ids)))
+        yield server
+
+
+@pytest.fixture(scope="session")
+def base_url(request: pytest.FixtureRequest) -> str:
+    """PLAIT_TEST_BASE_URL names another server, whose answers may be any text."""
+    given = os.environ.get("PLAIT_TEST_BASE_URL")
+    return given or str(request.getfixturevalue("scripted").base_url)
+
+
+@pytest.fixture(scope="session")
+def model() -> str:
+    return os.environ.get("PLAIT_TEST_MODEL") or MODEL_NAME
+
+
+@pytest.fixture(scope="session")
+def sdk(base_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def http(base_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=base_url, timeout=60) as client:
+        yield client

@@ -1,0 +1,238 @@
+"""Lost workers, late workers and clients that leave: no hang, no fake finish, nothing left over."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.messages import Submit
+from engine.types import TokenOut
+from server.client import Limits
+from tests.server.scripted import MODEL_NAME, Script, Server, make_tokenizer, reply, serving
+
+TOKENIZER = make_tokenizer()
+TEXT = "one two three four five six seven 日本 eight"
+SPOKEN = [*TOKENIZER.encode(TEXT), TOKENIZER.eos_token_ids[0]]
+BODY: dict[str, Any] = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}]}
+CHAT = "/v1/chat/completions"
+
+
+def stalling(num_tokens: int) -> tuple[Script, threading.Event]:
+    """Says the first tokens of SPOKEN as `reply` does; the event is set once they are out."""
+    reached = threading.Event()
+
+    def script(submit: Submit) -> Iterator[TokenOut | None]:
+        yield from itertools.islice(reply(SPOKEN)(submit), num_tokens)
+        reached.set()
+        while True:
+            yield None
+
+    return script, reached
+
+
+class Stream:
+    """A streaming request in a thread: `text` once it is over."""
+
+    def __init__(self, server: Server, **fields: Any) -> None:
+        self.status = 0
+        self.lines: list[str] = []
+        self._http = server.http
+        self._body = {**BODY, "stream": True, **fields}
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        response = self._http.post(CHAT, json=self._body)
+        self.status = response.status_code
+        self.lines = [line for line in response.text.split("\n\n") if line]
+
+    def values(self) -> list[Any]:
+        self._thread.join()
+        assert self.lines[-1] == "data: [DONE]"
+        return [json.loads(line[6:]) for line in self.lines[:-1]]
+
+    def answer(self) -> tuple[str, list[str]]:
+        choices = [value["choices"][0] for value in self.values()]
+        text = "".join(choice["delta"].get("content") or "" for choice in choices)
+        return text, [c["finish_reason"] for c in choices if c["finish_reason"]]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, len(SPOKEN) - 1])
+def test_a_lost_worker_is_invisible(num_tokens: int) -> None:
+    with serving() as server:
+        script, reached = stalling(num_tokens)
+        lost = server.add_worker(script)
+        stream = Stream(server, seed=4)
+        assert reached.wait(60)
+        server.until(
+            lambda: all(len(a.token_ids) == num_tokens for a in server.client._answers.values())
+        )
+        heir = server.add_worker(reply(SPOKEN))
+        lost.vanish()
+        server.client.worker_died(lost.instance_id)
+        assert stream.answer() == (TEXT, ["stop"])
+        replayed = heir.submits.get(timeout=60)
+        assert replayed.output_ids == SPOKEN[:num_tokens]
+        assert replayed.request == lost.submits.get(timeout=60).request
+        assert server.client.num_unfinished == 0
+
+
+def test_a_worker_that_says_goodbye_hands_on_its_requests() -> None:
+    with serving() as server:
+        script, reached = stalling(3)
+        leaving = server.add_worker(script)
+        stream = Stream(server)
+        assert reached.wait(60)
+        server.add_worker(reply(SPOKEN))
+        leaving.leave()
+        assert stream.answer() == (TEXT, ["stop"])
+
+
+def test_requests_wait_for_the_restart_of_the_only_worker() -> None:
+    with serving() as server:
+        script, reached = stalling(4)
+        first = server.add_worker(script)
+        stream = Stream(server)
+        assert reached.wait(60)
+        first.vanish()
+        server.client.worker_exited(first.pid)
+        server.until(lambda: len(server.client.fleet) == 0)
+        late = Stream(server)
+        server.until(lambda: server.client.metrics.num_parked == 2)
+        assert server.http.get("/ready").status_code == 503
+        server.add_worker(reply(SPOKEN))
+        assert stream.answer() == (TEXT, ["stop"])
+        assert late.answer() == (TEXT, ["stop"])
+
+
+def test_replays_are_bounded_and_end_in_an_error() -> None:
+    with serving(Limits(max_replays=1)) as server:
+        stream: Stream | None = None
+        for _ in range(2):
+            script, reached = stalling(2)
+            worker = server.add_worker(script)
+            stream = stream or Stream(server)
+            assert reached.wait(60)
+            worker.vanish()
+            server.client.worker_died(worker.instance_id)
+            server.until(lambda: len(server.client.fleet) == 0)
+        assert stream is not None
+        values = stream.values()
+        assert "lost its worker 2 times" in values[-1]["error"]["message"]
+        assert all(v["choices"][0]["finish_reason"] is None for v in values[:-1])
+
+
+def test_no_worker_within_the_wait_ends_in_an_error() -> None:
+    with serving(Limits(worker_wait_s=0)) as server:
+        script, reached = stalling(2)
+        worker = server.add_worker(script)
+        stream = Stream(server)
+        assert reached.wait(60)
+        worker.vanish()
+        server.client.worker_died(worker.instance_id)
+        assert stream.values()[-1]["error"]["code"] == "unavailable"
+        assert server.client.num_unfinished == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 3])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_client_that_leaves_aborts(stream: bool, num_tokens: int, n: int) -> None:
+    with serving() as server:
+        script, reached = stalling(num_tokens)
+        worker = server.add_worker(script)
+        body = {**BODY, "stream": stream, "n": n}
+        with httpx.Client(timeout=60) as client:
+            if stream and num_tokens:
+                with client.stream("POST", f"{server.base_url}{CHAT}", json=body) as response:
+                    next(response.iter_lines())
+            else:
+                leave_after(server, body, reached)
+        assert {worker.aborts.get(timeout=60) for _ in range(n)} == {
+            worker.submits.get(timeout=60).request.rid for _ in range(n)
+        }
+        server.until(lambda: server.client.num_unfinished == 0)
+        server.until(lambda: all(w.load.num_running == 0 for w in server.client.fleet))
+        server.until(
+            lambda: "plait_requests_running 0.0" in server.client.metrics.expose().decode()
+        )
+        metrics = server.http.get("/metrics").text
+        assert f"plait_aborts_total {n}.0" in metrics
+        assert f'finish_reason="abort",route="{CHAT}"}} {n}.0' in metrics
+
+
+def leave_after(server: Server, body: dict[str, Any], reached: threading.Event) -> None:
+    """Sends a request by hand and closes the socket without reading an answer."""
+    import socket
+
+    url = httpx.URL(server.base_url)
+    content = json.dumps(body).encode()
+    with socket.create_connection((url.host, url.port or 0)) as connection:
+        connection.sendall(
+            b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % (CHAT.encode(), len(content)) + content
+        )
+        assert reached.wait(60)
+
+
+def test_requests_go_to_the_least_loaded_worker() -> None:
+    with serving() as server:
+        scripts = [stalling(1), stalling(1)]
+        workers = [server.add_worker(script) for script, _ in scripts]
+        streams = [Stream(server) for _ in range(2)]
+        for _, reached in scripts:
+            assert reached.wait(60)
+        assert [worker.submits.qsize() for worker in workers] == [1, 1]
+        server.call(lambda: server.client.abort_all("enough"))
+        for stream in streams:
+            assert stream.values()[-1]["error"]["message"] == "enough"
+
+
+def test_draining_waits_for_what_runs() -> None:
+    with serving() as server:
+        gate = threading.Event()
+
+        def script(submit: Submit) -> Iterator[TokenOut | None]:
+            for out in reply(SPOKEN)(submit):
+                yield out
+                while not gate.is_set():
+                    yield None
+
+        worker = server.add_worker(script)
+        stream = Stream(server)
+        worker.submits.get(timeout=60)
+        server.call(server.client.start_draining)
+        assert server.client.num_unfinished == 1
+        gate.set()
+        assert stream.answer() == (TEXT, ["stop"])
+        server.until(lambda: server.client.num_unfinished == 0)
+        server.call(server.client.drain_workers)
+        server.until(lambda: len(server.client.fleet) == 0)
+
+
+def test_an_abort_the_client_did_not_ask_for_is_an_error() -> None:
+    def script(submit: Submit) -> Iterator[TokenOut | None]:
+        yield TokenOut(rid=submit.request.rid, index=0, ids=SPOKEN[:1])
+        yield TokenOut(rid=submit.request.rid, index=1, finish_reason="abort")
+
+    with serving() as server:
+        server.add_worker(script)
+        values = Stream(server).values()
+        assert values[-1]["error"]["code"] == "worker_error"
+        assert all(v["choices"][0]["finish_reason"] is None for v in values[:-1])
+
+
+def test_outputs_of_unknown_requests_are_ignored() -> None:
+    def script(submit: Submit) -> Iterator[TokenOut | None]:
+        yield TokenOut(rid="nobody", index=0, ids=[1], finish_reason="stop")
+        yield from reply(SPOKEN)(submit)
+
+    with serving() as server:
+        server.add_worker(script)
+        assert Stream(server).answer() == (TEXT, ["stop"])

@@ -1,0 +1,91 @@
+"""What a scrape shows: the front end's numbers, the workers' families, bounded labels."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.types import MetricFamily, MetricSample
+from tests.server.scripted import MODEL_NAME, Server, reply, serving
+
+CHAT = "/v1/chat/completions"
+
+
+def scrape(server: Server) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    text = server.http.get("/metrics").text
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def family(name: str, kind: str, value: float, **labels: str) -> MetricFamily:
+    sample = f"{name}_total" if kind == "counter" else name
+    return MetricFamily(name, kind, "help", [MetricSample(sample, labels, value)])
+
+
+def test_counts_of_one_request() -> None:
+    with serving() as server:
+        server.add_worker(reply(server.tokenizer.encode("fine words")))
+        body = {
+            "model": MODEL_NAME,
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 5,
+        }
+        usage = server.http.post(CHAT, json=body).json()["usage"]
+        server.http.post(CHAT, json={**body, "n": 0})
+        found = scrape(server)
+    assert found["plait_prompt_tokens_total", ()] == usage["prompt_tokens"]
+    assert found["plait_output_tokens_total", ()] == usage["completion_tokens"] == 5
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert found["plait_cached_tokens_total", ()] == cached > 0
+    assert found["plait_ttft_seconds_count", ()] == 1
+    assert found["plait_itl_seconds_count", ()] == 4
+    assert found["plait_e2e_seconds_count", ()] == 1
+    ended = (("finish_reason", "length"), ("route", CHAT))
+    assert found["plait_requests_total", ended] == 1
+    assert found["plait_errors_total", (("kind", "invalid_value"),)] == 1
+    assert found["plait_workers_ready", ()] == 1
+
+
+def test_families_of_workers_are_merged_by_slot_and_role() -> None:
+    with serving() as server:
+        token_ids = server.tokenizer.encode("fine")
+        for value in (1.0, 2.0):
+            worker = server.add_worker(reply(token_ids))
+            worker.families = [
+                family("plait_pool_pages", "gauge", value, state="used"),
+                family("plait_steps", "counter", value),
+                family("plait_requests_running", "gauge", 99.0),  # the front end's own name
+                family("other_name", "gauge", value),
+                family("plait_odd", "summary", value),
+            ]
+        body = {"model": MODEL_NAME, "prompt": ["a", "b"], "max_tokens": 1}
+        assert server.http.post("/v1/completions", json=body).status_code == 200
+        server.until(lambda: all(worker.families for worker in server.client.fleet))
+        server.until(lambda: all(worker.load.num_running == 0 for worker in server.client.fleet))
+        found = scrape(server)
+        for slot in ("0", "1"):
+            where = (("role", "colocated"), ("worker", slot))
+            key = (("role", "colocated"), ("state", "used"), ("worker", slot))
+            assert found["plait_pool_pages", key] == float(slot) + 1
+            assert found["plait_steps_total", where] == float(slot) + 1
+        assert found["plait_requests_running", ()] == 0
+        assert not any(name in ("other_name", "plait_odd") for name, _ in found)
+        # A restarted worker takes its predecessor's slot: names stay few.
+        first = server.workers[0]
+        first.vanish()
+        server.client.worker_died(first.instance_id)
+        server.until(lambda: len(server.client.fleet) == 1)
+        server.add_worker(reply(token_ids))
+        assert sorted(worker.slot for worker in server.client.fleet) == [0, 1]
+
+
+def test_nothing_a_client_sends_becomes_a_label() -> None:
+    with serving() as server:
+        server.add_worker(reply(server.tokenizer.encode("fine")))
+        for path in ("/v1/models/odd-name", "/odd-name"):
+            server.http.get(path, headers={"x-request-id": "odd-name"})
+        body = {"model": "odd-name", "prompt": "x", "user": "odd-name"}
+        server.http.post("/v1/completions", json=body)
+        assert "odd-name" not in server.http.get("/metrics").text
