@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kernels.cpu.compiled import compiled, compiled_parallel, prange
 from kernels.cpu.gemm import strip
-from kernels.cpu.tile import BF16, FP16, FP32, add_scaled
+from kernels.cpu.mix import mix
+from kernels.cpu.tile import BF16, FP16, FP32
 
 _KINDS = {torch.bfloat16: (BF16, 2), torch.float16: (FP16, 2), torch.float32: (FP32, 4)}
 _THREAD_WORK = 16_384  # multiply-adds below which waking another thread costs more than it saves
@@ -65,10 +66,30 @@ def attend(
     dots(q, dim, num_heads, keys, row_stride, rows, scores.ctypes.data, scores.shape[1])
     for m in range(num_heads):
         softmax(scores[m, : rows.size], scale)
-    for i in range(rows.size):
-        value = values + 4 * rows[i] * row_stride
-        for m in range(num_heads):
-            add_scaled(scores[m, i], value, out + 4 * m * value_dim, value_dim, i == 0)
+    i = 0
+    while i < rows.size:
+        four = i + 4 <= rows.size
+        a = values + 4 * rows[i] * row_stride
+        b, c, d = a, a, a
+        if four:
+            b = values + 4 * rows[i + 1] * row_stride
+            c = values + 4 * rows[i + 2] * row_stride
+            d = values + 4 * rows[i + 3] * row_stride
+        m = 0
+        while m < num_heads:
+            at = scores.ctypes.data + 4 * (m * scores.shape[1] + i)
+            target = out + 4 * m * value_dim
+            first = i == 0
+            if four and m + 2 <= num_heads:
+                mix(2, 4, at, scores.shape[1], a, b, c, d, target, value_dim, value_dim, first)
+                m += 2
+                continue
+            if four:
+                mix(1, 4, at, scores.shape[1], a, b, c, d, target, value_dim, value_dim, first)
+            else:
+                mix(1, 1, at, scores.shape[1], a, b, c, d, target, value_dim, value_dim, first)
+            m += 1
+        i += 4 if four else 1
 
 
 @compiled_parallel

@@ -75,7 +75,7 @@ def moe(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tens
     return out if x.dtype == torch.float32 else out.to(x.dtype)
 
 
-def warm_up(dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> None:
+def warm_up(dtypes: tuple[torch.dtype, ...]) -> None:
     """Compile (or load from the cache) every kernel for weights of these dtypes."""
     for dtype in dtypes:
         x = torch.ones(2, 8)

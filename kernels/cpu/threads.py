@@ -1,12 +1,15 @@
 """Threads and the compiler's cache: what must be settled before numba is first used.
 
-numba and torch each bring an OpenMP pool. Two pools on the same cores spin against each other after
-every call, so where possible both are made to share torch's.
+numba's `omp` layer shares torch's OpenMP threads: torch puts its libgomp into the global scope,
+where the layer's symbols are looked up first, so torch is imported before numba's first parallel
+call. Where the system has no libgomp, numba takes its work queue, which only one thread may call.
+
+How long an idle thread spins before it sleeps is read from the environment when libgomp is loaded
+and cannot be set here: GOMP_SPINCOUNT=1000 is much faster on cores that other processes keep busy.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import importlib.util
 import os
@@ -30,27 +33,14 @@ def configure(num_threads: int) -> None:
 
 
 def prepare_numba() -> None:
-    """Point numba to torch's OpenMP library and to a cache folder of these sources' own.
+    """Point numba to a cache folder of these sources' own.
 
     Comes before the first compiled function. A NUMBA_CACHE_DIR set by the user is respected.
     """
-    share_openmp()
     folder = os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder()))
     from numba.core import config
 
     config.CACHE_DIR = folder  # numba may have been imported, and its settings read, before
-
-
-def share_openmp() -> bool:
-    """Make the OpenMP library that torch loaded the one that numba's `omp` layer finds, too.
-
-    Its symbols are put into the process's global scope, which the dynamic loader searches before
-    the libraries numba's layer was linked to. Returns whether such a library was found.
-    """
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-        return True
-    return False
 
 
 def cache_folder() -> Path:
