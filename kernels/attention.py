@@ -1,11 +1,14 @@
-"""Softmax attention in plain torch: the specification of the faster kernels, and the CPU back end
-where there is none. Knows neither pages nor requests: keys come as tensors or as cache rows."""
+"""Softmax attention in plain torch: the specification of the faster kernels, and the back end where
+there is none. Knows neither pages nor requests: keys come as tensors or as cache rows."""
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
+
+from kernels.linear import cpu_kernels
 
 _LOWEST = torch.finfo(torch.float32).min
 _TINY = torch.finfo(torch.float32).tiny
@@ -20,16 +23,17 @@ class Partial(NamedTuple):
 
 
 def attend(
-    q: torch.Tensor,  # [G, M, D], scaled; M = num_queries · heads, query-major
+    q: torch.Tensor,  # [G, M, D]; M = num_queries · heads, query-major
     k: torch.Tensor,  # [G, L, D]
     v: torch.Tensor,  # [G, L, V]
     allowed: torch.Tensor | None,  # bool [num_queries, W] or [G, num_queries, W]; None: every key
+    scale: float,
 ) -> Partial:
     """Attention of M query rows in each of G groups, float32 inside whatever the dtypes.
 
     `allowed` speaks of the last W keys; the L - W before them are allowed for every query.
     """
-    scores = torch.bmm(q.float(), k.float().transpose(1, 2))  # [G, M, L]
+    scores = torch.bmm(q.float(), k.float().transpose(1, 2)).mul_(scale)  # [G, M, L]
     if allowed is not None:
         num_queries, width = allowed.shape[-2:]
         tail = scores.view(q.shape[0], num_queries, -1, k.shape[1])[..., k.shape[1] - width :]
@@ -57,32 +61,65 @@ def causal(num_queries: int, width: int, first: int, device: torch.device) -> to
     return mask.tril(first)
 
 
-def mla_gathered(
-    q: torch.Tensor,  # [N, H, R], scaled: rope part only (R = rope) or latent | rope (R = D)
+def mla_rows(
+    q: torch.Tensor,  # [N, H, R]: rope part only (R = rope), or latent | rope (R = D)
     cache: torch.Tensor,  # [rows, D]: latent, then rope key
-    rows: torch.Tensor,  # [N, K] int64, all of them written rows
-    allowed: torch.Tensor | None,  # bool [N, K]: which rows count; None: all
-    latent_dim: int,
-) -> torch.Tensor:  # [N, H, latent_dim] float32
-    """Latent attention where each query reads its own rows; padding is any written row."""
+    rows: torch.Tensor,  # [N, K] int64
+    counts: torch.Tensor,  # [N] int64, 1 .. K: query n reads rows[n, : counts[n]]
+    w_uv: torch.Tensor,  # [H, V, kv_lora_rank]
+    scale: float,
+) -> torch.Tensor:  # [N, H, V] in q's dtype
+    """Latent attention where each query reads its own rows; from latents to values at the end.
+
+    `rows` beyond the counts must be rows that were written: the torch form reads them.
+    """
+    if (cpu := _compiled(q, cache)) is not None:
+        out: torch.Tensor = cpu.mla(q, cache, rows, counts, w_uv, scale)
+        return out
     own = cache[rows]  # [N, K, D]
-    keys = own[..., own.shape[-1] - q.shape[-1] :]
-    mask = None if allowed is None else allowed.unsqueeze(1)
-    return attend(q, keys, own[..., :latent_dim], mask).out
+    keys, latent = own[..., own.shape[-1] - q.shape[-1] :], own[..., : w_uv.shape[2]]
+    mixed = attend(q, keys, latent, _within(rows, counts), scale).out
+    return values_of(mixed, w_uv).to(q.dtype)
 
 
-def gqa_gathered(
-    q: torch.Tensor,  # [N, num_heads, D], scaled
+def gqa_rows(
+    q: torch.Tensor,  # [N, num_heads, D]
     keys: torch.Tensor,  # [rows, num_kv_heads, D]
     values: torch.Tensor,  # [rows, num_kv_heads, D]
-    rows: torch.Tensor,  # [N, K] int64, all of them written rows
-    allowed: torch.Tensor | None,  # bool [N, K]
-) -> torch.Tensor:  # [N, num_heads, D] float32
-    """Grouped-query attention where each query reads its own rows; padding is any written row."""
+    rows: torch.Tensor,  # [N, K] int64; counts as for mla_rows
+    counts: torch.Tensor,  # [N] int64
+    scale: float,
+) -> torch.Tensor:  # [N, num_heads, D] in q's dtype
+    """Grouped-query attention where each query reads its own rows."""
+    if (cpu := _compiled(q, keys)) is not None:
+        out: torch.Tensor = cpu.gqa(q, keys, values, rows, counts, scale)
+        return out
     num, num_heads, dim = q.shape
     num_kv = keys.shape[1]
     k = keys[rows].transpose(1, 2).flatten(0, 1)  # [N · num_kv_heads, K, D]
     v = values[rows].transpose(1, 2).flatten(0, 1)
-    mask = None if allowed is None else allowed.repeat_interleave(num_kv, 0).unsqueeze(1)
-    out = attend(q.reshape(num * num_kv, num_heads // num_kv, dim), k, v, mask).out
-    return out.view(num, num_heads, dim)
+    allowed = _within(rows, counts).repeat_interleave(num_kv, 0)
+    grouped = q.reshape(num * num_kv, num_heads // num_kv, dim)
+    return attend(grouped, k, v, allowed, scale).out.view(num, num_heads, dim).to(q.dtype)
+
+
+def values_of(latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
+    """Weighted latents [T, H, kv_lora_rank] through w_uv [H, V, kv_lora_rank] -> [T, H, V]."""
+    wide = torch.promote_types(latent.dtype, w_uv.dtype)
+    by_head = latent.transpose(0, 1).to(wide)
+    return torch.bmm(by_head, w_uv.to(wide).transpose(1, 2)).transpose(0, 1)
+
+
+def _within(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """bool [N, 1, K]"""
+    columns = torch.arange(rows.shape[1], device=rows.device)
+    return (columns < counts.unsqueeze(1)).unsqueeze(1)
+
+
+def _compiled(q: torch.Tensor, cache: torch.Tensor) -> ModuleType | None:
+    """kernels.cpu.attention where it can take the call."""
+    if cpu_kernels(q, cache) is None or not q.dtype == cache.dtype == torch.float32:
+        return None
+    from kernels.cpu import attention
+
+    return attention

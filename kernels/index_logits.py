@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import torch
 
+from kernels.linear import cpu_kernels
+
 
 def index_logits(
     q: torch.Tensor,  # [T, index_n_heads, index_head_dim], scaled
     weights: torch.Tensor,  # [T, index_n_heads] float32, scaled; may be negative
-    keys: torch.Tensor,  # [L, index_head_dim], or [T, L, index_head_dim]: each query its own
+    keys: torch.Tensor,  # [L, index_head_dim]
 ) -> torch.Tensor:  # [T, L] float32
     """I[t, s] = Σ_h weights[t, h] · relu(q[t, h] · k[s]), in float32."""
     num_queries, num_heads, dim = q.shape
-    keys = keys.float()
-    if keys.dim() == 2:
-        scores = (q.float().reshape(-1, dim) @ keys.t()).view(num_queries, num_heads, -1)
-    else:
-        scores = torch.bmm(q.float(), keys.transpose(1, 2))
+    scores = q.float().reshape(-1, dim) @ keys.float().t()
+    return _weigh(weights, scores.view(num_queries, num_heads, -1))
+
+
+def index_logits_rows(
+    q: torch.Tensor,  # [N, index_n_heads, index_head_dim], scaled
+    weights: torch.Tensor,  # [N, index_n_heads] float32, scaled
+    keys: torch.Tensor,  # [rows, index_head_dim]
+    rows: torch.Tensor,  # [N, K] int64, all of them written rows
+    counts: torch.Tensor,  # [N] int64, 1 .. K: query n scores rows[n, : counts[n]]
+) -> torch.Tensor:  # [N, K] float32, -inf from counts[n] on
+    """The same where each query has its own keys."""
+    if cpu_kernels(q, keys) is not None and q.dtype == keys.dtype == torch.float32:
+        from kernels.cpu import attention
+
+        return attention.index_logits(q, weights, keys, rows, counts)
+    scores = torch.bmm(q.float(), keys[rows].float().transpose(1, 2))
+    columns = torch.arange(rows.shape[1], device=rows.device)
+    return _weigh(weights, scores).masked_fill_(columns >= counts.unsqueeze(1), -torch.inf)
+
+
+def _weigh(weights: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """weights [T, H], scores [T, H, L] -> Σ_h weights · relu(scores), [T, L]"""
     return torch.bmm(weights.unsqueeze(1), scores.relu_()).squeeze(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn import functional
 
 from engine.attention.base import Selection
 from engine.attention.stream import (
@@ -21,8 +22,8 @@ from engine.attention.stream import (
 )
 from engine.attention.view import BatchView, Decodes, view_batch
 from engine.batch import ForwardBatch
-from kernels.attention import gqa_gathered, mla_gathered
-from kernels.index_logits import index_logits
+from kernels.attention import gqa_rows, mla_rows
+from kernels.index_logits import index_logits_rows
 from kernels.topk import exact_topk
 from kvcache.pool import KVPool
 
@@ -31,8 +32,8 @@ from kvcache.pool import KVPool
 class TopK:
     """What `select` found: rows for the decodes, positions for each prefill."""
 
-    decode_rows: torch.Tensor | None  # [N, K] int64
-    decode_allowed: torch.Tensor | None  # bool [N, K]; None: all
+    decode_rows: torch.Tensor | None  # [N, K] int64; None: the batch has no decodes
+    decode_counts: torch.Tensor | None  # [N] int64: how many of them were chosen
     # By Prefill.begin: int64 [num_queries, topk], ascending, -1 behind the chosen. A prefill that
     # is not there has no more than topk tokens: all of them are chosen.
     prefill_positions: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -65,21 +66,17 @@ class PagedForward:
         pool, view = self._pool, self._view
         pool.store_kv(layer, view.destination, k, v)
         keys, values = pool.keys(layer), pool.values(layer)
-        q = q * scale
         decoded = None
         if (decodes := view.decodes) is not None:
-            own = decodes.pick(q)
-            width = 2 * keys[0].numel() * keys.element_size()
-            decoded = torch.cat(
+            own, width = decodes.pick(q), 2 * keys[0].nbytes
+            decoded = _cat(
                 [
-                    gqa_gathered(own[a:b], keys, values, rows, allowed)
-                    for a, b, rows, allowed in _slices(
-                        decodes, decodes.rows, decodes.allowed, width
-                    )
+                    gqa_rows(own[a:b], keys, values, rows, counts, scale)
+                    for a, b, rows, counts in _slices(decodes, decodes.rows, decodes.counts, width)
                 ]
             )
         prefilled = [
-            stream_gqa(q[p.begin : p.end], p, keys, values, self._block_tokens)
+            stream_gqa(q[p.begin : p.end], p, keys, values, scale, self._block_tokens)
             for p in view.prefills
         ]
         return self._join(decoded, prefilled).to(q.dtype)
@@ -92,13 +89,13 @@ class PagedForward:
 
     def select(self, layer: int, q: torch.Tensor, weights: torch.Tensor, topk: int) -> TopK:
         keys = self._pool.index_keys(layer)
-        rows = allowed = None
+        rows = counts = None
         if (decodes := self._view.decodes) is not None:
-            rows, allowed = decodes.rows, decodes.allowed
+            rows, counts = decodes.rows, decodes.counts
             if max(decodes.contexts) > topk:
                 positions = self._select_decodes(decodes, q, weights, keys, topk)
-                allowed = positions >= 0 if min(decodes.contexts) < topk else None
                 rows = rows.gather(1, positions.clamp_min(0))
+                counts = counts.clamp_max(topk)
         chosen = {
             p.begin: select_topk(
                 q[p.begin : p.end], weights[p.begin : p.end], keys, p, topk, self._block_tokens
@@ -106,7 +103,7 @@ class PagedForward:
             for p in self._view.prefills
             if p.context > topk
         }
-        return TopK(rows, allowed, chosen)
+        return TopK(rows, counts, chosen)
 
     def _select_decodes(
         self,
@@ -118,17 +115,13 @@ class PagedForward:
     ) -> torch.Tensor:
         """int64 [N, topk] positions, ascending, -1 behind the chosen."""
         own_q, own_weights = decodes.pick(q), decodes.pick(weights)
-        width = keys.shape[1] * keys.element_size()
+        width = keys[0].nbytes
         parts = []
-        for a, b, rows, allowed in _slices(decodes, decodes.rows, decodes.allowed, width):
-            scores = index_logits(own_q[a:b], own_weights[a:b], keys[rows])
-            if allowed is not None:
-                scores.masked_fill_(~allowed, -torch.inf)
+        for a, b, rows, counts in _slices(decodes, decodes.rows, decodes.counts, width):
+            scores = index_logits_rows(own_q[a:b], own_weights[a:b], keys, rows, counts)
             positions = exact_topk(scores, topk)
-            parts.append(
-                torch.nn.functional.pad(positions, (0, topk - positions.shape[1]), value=-1)
-            )
-        return torch.cat(parts)
+            parts.append(functional.pad(positions, (0, topk - positions.shape[1]), value=-1))
+        return _cat(parts)
 
     def mla(
         self,
@@ -145,7 +138,7 @@ class PagedForward:
         self._pool.store_latent(layer, self._view.destination, latent, k_pe)
         cache = self._pool.latent(layer)
         chosen = selection if isinstance(selection, TopK) else None
-        queries = MlaQueries(q_nope * scale, q_pe * scale, w_uk, w_uv)
+        queries = MlaQueries(q_nope, q_pe, w_uk, w_uv, scale)
         decoded = None
         if (decodes := self._view.decodes) is not None:
             decoded = self._decode_mla(decodes, queries, cache, chosen)
@@ -161,24 +154,25 @@ class PagedForward:
     def _decode_mla(
         self, decodes: Decodes, queries: MlaQueries, cache: torch.Tensor, chosen: TopK | None
     ) -> torch.Tensor:
-        rows, allowed = decodes.rows, decodes.allowed
+        rows, counts = decodes.rows, decodes.counts
         if chosen is not None and chosen.decode_rows is not None:
-            rows, allowed = chosen.decode_rows, chosen.decode_allowed
+            assert chosen.decode_counts is not None
+            rows, counts = chosen.decode_rows, chosen.decode_counts
         own = queries if decodes.tokens is None else queries.pick(decodes.tokens)
         q = own.absorbed()
-        width = cache.shape[1] * cache.element_size()
-        parts = [
-            mla_gathered(q[a:b], cache, part, part_allowed, own.latent_dim)
-            for a, b, part, part_allowed in _slices(decodes, rows, allowed, width)
-        ]
-        return own.values(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return _cat(
+            [
+                mla_rows(q[a:b], cache, part, part_counts, own.w_uv, own.scale)
+                for a, b, part, part_counts in _slices(decodes, rows, counts, cache[0].nbytes)
+            ]
+        )
 
     def _join(
         self, decoded: torch.Tensor | None, prefilled: list[torch.Tensor]
     ) -> torch.Tensor:  # [T, ...] in the batch's order
         decodes, prefills = self._view.decodes, self._view.prefills
         if decoded is None or decodes is None:
-            return prefilled[0] if len(prefilled) == 1 else torch.cat(prefilled)
+            return _cat(prefilled)
         if decodes.tokens is None:
             return decoded
         num_tokens = len(decoded) + sum(len(part) for part in prefilled)
@@ -189,19 +183,22 @@ class PagedForward:
         return out
 
 
+def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def _slices(
-    decodes: Decodes, rows: torch.Tensor, allowed: torch.Tensor | None, row_bytes: int
-) -> list[tuple[int, int, torch.Tensor, torch.Tensor | None]]:
-    """(a, b, rows, allowed) of the decodes [a, b): as many at once as the workspace takes, each
+    decodes: Decodes, rows: torch.Tensor, counts: torch.Tensor, row_bytes: int
+) -> list[tuple[int, int, torch.Tensor, torch.Tensor]]:
+    """(a, b, rows, counts) of the decodes [a, b): as many at once as the workspace takes, each
     slice no wider than its own longest context."""
     num, width = rows.shape
     step = max(1, WORKSPACE_BYTES // (width * row_bytes))
     if step >= num:
-        return [(0, num, rows, allowed)]
+        return [(0, num, rows, counts)]
     out = []
     for a in range(0, num, step):
         b = min(a + step, num)
         own = min(width, max(decodes.contexts[a:b]))
-        part = None if allowed is None else allowed[a:b, :own]
-        out.append((a, b, rows[a:b, :own], part))
+        out.append((a, b, rows[a:b, :own].contiguous(), counts[a:b]))
     return out

@@ -8,14 +8,14 @@ The index stage streams the same way with a running top-k. See Dao et al., Flash
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import torch
 from torch.nn import functional
 
 from engine.attention.view import Prefill
-from kernels.attention import Partial, attend, causal, merge, mla_gathered
+from kernels.attention import Partial, attend, causal, merge, mla_rows, values_of
 from kernels.index_logits import index_logits
 from kernels.topk import exact_topk
 
@@ -30,35 +30,32 @@ Rows: TypeAlias = torch.Tensor | slice
 
 @dataclass(frozen=True, slots=True)
 class MlaQueries:
-    """Scaled queries of T tokens and the two halves of kv_b_proj."""
+    """Queries of T tokens, the two halves of kv_b_proj, and the softmax scale."""
 
     q_nope: torch.Tensor  # [T, num_heads, qk_nope_head_dim], may be 0 wide
     q_pe: torch.Tensor  # [T, num_heads, qk_rope_head_dim]
     w_uk: torch.Tensor  # [num_heads, qk_nope_head_dim, kv_lora_rank]
     w_uv: torch.Tensor  # [num_heads, v_head_dim, kv_lora_rank]
+    scale: float
 
     @property
     def latent_dim(self) -> int:
         return self.w_uv.shape[2]
 
     def slice(self, begin: int, end: int) -> MlaQueries:
-        return MlaQueries(self.q_nope[begin:end], self.q_pe[begin:end], self.w_uk, self.w_uv)
+        return replace(self, q_nope=self.q_nope[begin:end], q_pe=self.q_pe[begin:end])
 
     def pick(self, tokens: torch.Tensor) -> MlaQueries:
-        return MlaQueries(self.q_nope[tokens], self.q_pe[tokens], self.w_uk, self.w_uv)
+        return replace(self, q_nope=self.q_nope[tokens], q_pe=self.q_pe[tokens])
 
     def absorbed(self) -> torch.Tensor:
         """Queries against cache rows: [T, H, latent + rope]; [T, H, rope] where nope is 0 wide, as
         the latent then has no part in the score."""
         if self.q_nope.shape[-1] == 0:
             return self.q_pe
-        q_latent = torch.bmm(self.q_nope.transpose(0, 1).to(self.w_uk.dtype), self.w_uk)
-        return torch.cat((q_latent.transpose(0, 1), self.q_pe.to(q_latent.dtype)), dim=-1)
-
-    def values(self, latent: torch.Tensor) -> torch.Tensor:
-        """Weighted latents [T, H, kv_lora_rank] -> [T, H, v_head_dim]."""
-        by_head = latent.transpose(0, 1).to(self.w_uv.dtype)
-        return torch.bmm(by_head, self.w_uv.transpose(1, 2)).transpose(0, 1)
+        by_head = self.q_nope.transpose(0, 1)
+        q_latent = torch.bmm(by_head, self.w_uk.to(by_head.dtype)).transpose(0, 1)
+        return torch.cat((q_latent, self.q_pe), dim=-1)
 
     def expanding_is_cheaper(self, context: int) -> bool:
         """Whether per-head keys and values cost fewer multiplications than the absorbed form."""
@@ -95,45 +92,48 @@ def stream_mla(
         return own[:, -q.shape[-1] :].unsqueeze(0), own[:, : queries.latent_dim].unsqueeze(0)
 
     heads = 1 if expand else num_heads
-    out = _stream(q, heads, prefill, positions, block_tokens, read)
+    out = _stream(q, heads, prefill, positions, block_tokens, queries.scale, read)
     if expand:
         return out.transpose(0, 1)  # [H, T, V] -> [T, H, V]
-    return queries.values(out.view(num_queries, num_heads, -1))
+    return values_of(out.view(num_queries, num_heads, -1), queries.w_uv)
 
 
 def _expand(queries: MlaQueries, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cache rows [L, D] -> keys [H, L, nope + rope] and values [H, L, v_head_dim]."""
     num_heads = queries.w_uv.shape[0]
     latent, k_pe = rows[:, : queries.latent_dim], rows[:, queries.latent_dim :]
-    latent = latent.to(queries.w_uv.dtype).expand(num_heads, -1, -1)
-    shared = k_pe.to(latent.dtype).expand(num_heads, -1, -1)
-    v = torch.bmm(latent, queries.w_uv.transpose(1, 2))
+    wide = queries.q_pe.dtype
+    shared = k_pe.to(wide).expand(num_heads, -1, -1)
+    latent = latent.to(wide).expand(num_heads, -1, -1)
+    v = torch.bmm(latent, queries.w_uv.to(wide).transpose(1, 2))
     if queries.q_nope.shape[-1] == 0:
         return shared, v
-    return torch.cat((torch.bmm(latent, queries.w_uk.transpose(1, 2)), shared), dim=-1), v
+    k_nope = torch.bmm(latent, queries.w_uk.to(wide).transpose(1, 2))
+    return torch.cat((k_nope, shared), dim=-1), v
 
 
 def _gather_mla(
     queries: MlaQueries, prefill: Prefill, cache: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """Sparse attention that reads only the chosen rows, a few queries at a time."""
-    allowed = positions >= 0
+    counts = (positions >= 0).sum(-1)
     at = positions.clamp_min(0)
     rows = prefill.rows.start + at if isinstance(prefill.rows, slice) else prefill.rows[at]
     step = max(1, WORKSPACE_BYTES // (positions.shape[1] * cache.shape[1] * 4))
-    q, dim = queries.absorbed(), queries.latent_dim
-    parts = [
-        mla_gathered(q[a : a + step], cache, rows[a : a + step], allowed[a : a + step], dim)
-        for a in range(0, len(q), step)
-    ]
-    return queries.values(torch.cat(parts))
+    q = queries.absorbed()
+    parts = []
+    for a in range(0, len(q), step):
+        b = a + step
+        parts.append(mla_rows(q[a:b], cache, rows[a:b], counts[a:b], queries.w_uv, queries.scale))
+    return torch.cat(parts)
 
 
 def stream_gqa(
-    q: torch.Tensor,  # [num_queries, num_heads, head_dim], scaled
+    q: torch.Tensor,  # [num_queries, num_heads, head_dim]
     prefill: Prefill,
     keys: torch.Tensor,  # [rows, num_kv_heads, head_dim]
     values: torch.Tensor,  # [rows, num_kv_heads, head_dim]
+    scale: float,
     block_tokens: int,
 ) -> torch.Tensor:  # [num_queries, num_heads, head_dim]
     num_queries, num_heads, dim = q.shape
@@ -145,7 +145,7 @@ def stream_gqa(
 
     # [num_kv_heads, num_queries · group, head_dim]: one group of queries shares a kv head
     grouped = q.view(num_queries, num_kv, group, dim).transpose(0, 1).flatten(1, 2)
-    out = _stream(grouped, group, prefill, None, block_tokens, read)
+    out = _stream(grouped, group, prefill, None, block_tokens, scale, read)
     return out.view(num_kv, num_queries, group, dim).transpose(0, 1).flatten(1, 2)
 
 
@@ -197,11 +197,12 @@ def _better(
 
 
 def _stream(
-    q: torch.Tensor,  # [G, num_queries · heads, D], scaled, query-major
+    q: torch.Tensor,  # [G, num_queries · heads, D], query-major
     heads: int,
     prefill: Prefill,
     positions: torch.Tensor | None,  # [num_queries, K]: the chosen; None: all
     block_tokens: int,
+    scale: float,
     read: Callable[[Rows], tuple[torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:  # [G, num_queries · heads, V] float32
     """Attention over the whole context; `read` gives k [G, L, D] and v [G, L, V] of some rows."""
@@ -221,7 +222,7 @@ def _stream(
                 else _chosen(positions[a:b], begin, visible)
             )
             own = q[:, a * heads : b * heads]
-            parts[i] = merge(parts[i], attend(own, k[:, :visible], v[:, :visible], mask))
+            parts[i] = merge(parts[i], attend(own, k[:, :visible], v[:, :visible], mask, scale))
     return torch.cat([part.out for part in parts if part is not None], dim=1)
 
 

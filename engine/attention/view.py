@@ -32,8 +32,8 @@ class Decodes:
 
     tokens: torch.Tensor | None  # [N] int64 batch tokens; None: they are the whole batch
     rows: torch.Tensor  # [N, K] int64 by position, K the longest context
-    allowed: torch.Tensor | None  # bool [N, K]; None: every context is K long
-    contexts: tuple[int, ...]  # [N]
+    counts: torch.Tensor  # [N] int64, the contexts
+    contexts: tuple[int, ...]  # [N], the same on the host
 
     def pick(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.tokens is None else x[self.tokens]
@@ -82,12 +82,12 @@ def _view_decodes(
         first = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)  # first token of each
         tokens = first[single].to(rows.device)
         rows = rows[torch.tensor(single, device=rows.device)]
+    counts = torch.tensor(own, device=rows.device)
     rows = rows[:, :width]
-    if min(own) == width:
-        return Decodes(tokens, rows, None, own)
-    ends = torch.tensor(own, device=rows.device).unsqueeze(1)
-    allowed = torch.arange(width, device=rows.device) < ends
-    return Decodes(tokens, torch.where(allowed, rows, rows[:, :1]), allowed, own)
+    if min(own) < width:
+        inside = torch.arange(width, device=rows.device) < counts.unsqueeze(1)
+        rows = torch.where(inside, rows, rows[:, :1])
+    return Decodes(tokens, rows.contiguous(), counts, own)
 
 
 def _run_or_rows(rows: torch.Tensor) -> torch.Tensor | slice:

@@ -52,7 +52,7 @@ class MlaAttention:
         self.kv_a_layernorm = checkpoint.get(
             f"{prefix}.kv_a_layernorm.weight", (self.kv_lora_rank,), wide
         )
-        self.w_uk, self.w_uv = _load_kv_b(config, checkpoint, prefix, wide)
+        self.w_uk, self.w_uv = _load_kv_b(config, checkpoint, prefix)
         v_rows = self.num_heads * config.v_head_dim
         self.o_proj = checkpoint.get(f"{prefix}.o_proj.weight", (hidden, v_rows))
         self.input_bias = self.o_bias = None
@@ -95,12 +95,12 @@ class MlaAttention:
 
 
 def _load_kv_b(
-    config: Any, checkpoint: Checkpoint, prefix: str, dtype: torch.dtype
+    config: Any, checkpoint: Checkpoint, prefix: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """kv_b_proj as w_uk [H, nope, kv_lora_rank] and w_uv [H, v_head_dim, kv_lora_rank]."""
     heads, nope, v_dim = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
     shape = (heads * (nope + v_dim), config.kv_lora_rank)
-    kv_b = checkpoint.get(f"{prefix}.kv_b_proj.weight", shape, dtype)
+    kv_b = checkpoint.get(f"{prefix}.kv_b_proj.weight", shape)
     w_uk, w_uv = torch.split(kv_b.view(heads, nope + v_dim, -1), [nope, v_dim], dim=1)
     return w_uk.contiguous(), w_uv.contiguous()
 
