@@ -9,6 +9,7 @@ Results are checked against float64 first; a wrong kernel gets no figures.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import statistics
@@ -85,9 +86,9 @@ def measure(num_rows: int, dtype: torch.dtype, rounds: int) -> list[Row]:
         ws = [torch.randn(n, k).to(dtype) for _ in range(copies(n * k, dtype))]
         x = torch.randn(num_rows, k)
         row = Figures(f"linear {n}x{k}", num_rows, n * k, num_rows * n * k, dtype)
-        row(median_us(lambda w, x=x: linear(x, w), ws, rounds))
+        row(median_us(functools.partial(linear, x), ws, rounds))
         row.values["torch_fp32_us"] = median_us(
-            lambda w, x=x: functional.linear(x, w),
+            functools.partial(functional.linear, x),
             [w.float() for w in ws[: max(2, len(ws) // 2)]],
             rounds,
         )
