@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from kernels.linear import cpu_kernels
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) · weight; x [..., D], weight [D] -> like x (Zhang and Sennrich,
     Root Mean Square Layer Normalization)."""
+    if x.dtype == weight.dtype == torch.float32 and cpu_kernels(x, weight) is not None:
+        from kernels.cpu import norm as cpu
+
+        out: torch.Tensor = cpu.rms_norm(x, weight.contiguous(), eps)
+        return out
     wide = x.float()
     # mean(x²) from one fused norm: half the operations of square, mean, add and rsqrt in turn.
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)

@@ -218,5 +218,14 @@ def index_logits(q: Tensor, weights: Tensor, keys: Tensor, rows: Tensor, counts:
     return out
 
 
+def warm_up(dtypes: tuple[torch.dtype, ...]) -> None:
+    """Compile (or load from the cache) these kernels, for w_uv of these dtypes."""
+    q, cache = torch.ones(1, 1, 8), torch.ones(4, 16)
+    rows, counts = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    for dtype in dtypes:
+        mla(q, cache, rows, counts, torch.ones(1, 8, 8, dtype=dtype), 1.0)
+    index_logits(q, torch.ones(1, 1), cache[:, :8].contiguous(), rows, counts)
+
+
 def _num_threads(work: int) -> int:
     return min(torch.get_num_threads(), 1 + work // _THREAD_WORK)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cpu import experts, gemm
+from kernels.cpu import attention, experts, gemm, norm
 from kernels.cpu.tile import BF16, FP16, FP32
 
 _KINDS = {torch.bfloat16: (BF16, 2), torch.float16: (FP16, 2), torch.float32: (FP32, 4)}
@@ -83,6 +83,8 @@ def warm_up(dtypes: tuple[torch.dtype, ...]) -> None:
         linear(x, w[0])
         swiglu_mlp(x, w[0], w[0, :8])
         moe(x, w, w[:, :8], torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+    attention.warm_up(dtypes)
+    norm.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)
 
 
 def _rows(x: Tensor) -> Tensor:
