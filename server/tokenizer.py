@@ -21,6 +21,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NUM_THREADS = 2
+# What generation_config.json may recommend: the least and the largest value that requests may send.
+_RECOMMENDED = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 10.0),
+}
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -32,7 +40,8 @@ class Tokenizer:
     """Text to ids and back. Methods may be called from any thread; from the event loop use `run`.
 
     `eos_token_ids` end an answer: those of generation_config.json, else of config.json, and the
-    tokenizer's own. `chat_template` is None where the model has none.
+    tokenizer's own. `chat_template` is None where the model has none. `sampling_defaults` are what
+    the model's authors recommend (generation_config.json), for requests that do not say.
     """
 
     def __init__(
@@ -42,8 +51,10 @@ class Tokenizer:
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: Sequence[int] = (),
+        sampling_defaults: Mapping[str, float] | None = None,
     ) -> None:
         self._backend = backend
+        self.sampling_defaults = dict(sampling_defaults or {})
         # A second one: the switch is a property of the whole object, not of a call.
         self._literal = tokenizers.Tokenizer.from_str(backend.to_str())
         self._literal.encode_special_tokens = True
@@ -96,6 +107,7 @@ class Tokenizer:
                 chat_template=_find_template(folder, config),
                 special_tokens=named,
                 eos_token_ids=_find_eos(folder, backend, named),
+                sampling_defaults=_find_defaults(folder),
             )
         except (TemplateError, ValueError) as error:
             raise TokenizerError(f"{folder}: {error}") from error
@@ -203,3 +215,18 @@ def _find_eos(folder: Path, backend: tokenizers.Tokenizer, named: Mapping[str, s
     if eos is not None:
         ids = [*ids, backend.token_to_id(eos)]
     return [token_id for token_id in ids if isinstance(token_id, int)]
+
+
+def _find_defaults(folder: Path) -> dict[str, float]:
+    """The recommended sampling, where the model is meant to be sampled. Raises TokenizerError."""
+    path = folder / "generation_config.json"
+    config = _read_json(path)
+    if not config.get("do_sample"):
+        return {}
+    found = {name: config[name] for name in _RECOMMENDED if config.get(name) is not None}
+    for name, value in found.items():
+        least, largest = _RECOMMENDED[name]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not least <= value <= largest:
+            raise TokenizerError(f"{path}: {name} is {value!r}; expected {least} to {largest}")
+    return found

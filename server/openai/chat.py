@@ -48,6 +48,7 @@ async def create(api: Api, http: HttpRequest) -> Response:
             max_tokens=_max_tokens(body),
             default_max_tokens=None,
             eos_token_ids=api.tokenizer.eos_token_ids,
+            defaults=api.tokenizer.sampling_defaults,
             param="messages",
             seed=sampling.choice_seed(seed, choice),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,

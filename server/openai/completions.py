@@ -83,6 +83,7 @@ def _params(
         max_tokens=body.max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         eos_token_ids=api.tokenizer.eos_token_ids,
+        defaults=api.tokenizer.sampling_defaults,
         param="prompt",
         seed=sampling.choice_seed(seed, place),
         logprobs=body.logprobs,

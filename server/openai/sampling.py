@@ -6,6 +6,7 @@ Owns defaults and refusals. Knows no HTTP beyond the shape of its errors.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 
 from engine.types import SamplingParams
 from server.config import ServeConfig
@@ -84,6 +85,7 @@ def sampling_params(
     seed: int,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    defaults: Mapping[str, float],  # the model's own, by the fields' names
 ) -> SamplingParams:
     """Raises APIError 400: context_length_exceeded, or an id outside the vocabulary."""
     context_length = capabilities.context_length
@@ -104,24 +106,31 @@ def sampling_params(
     _check_ids("stop_token_ids", stop_ids, capabilities.vocab_size)
     if not body.ignore_eos:
         stop_ids += eos_token_ids
+    top_p = _given(body.top_p, defaults, "top_p", 1.0)
     # top_p 0 keeps the likeliest token only, which is what top_k 1 says exactly.
-    only_best = body.top_p == 0
+    only_best = top_p == 0
+    top_k = 1 if only_best else int(_given(body.top_k, defaults, "top_k", 0))
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None or only_best else body.top_p,
-        top_k=1 if only_best else max(body.top_k or 0, 0),
-        min_p=body.min_p or 0.0,
+        temperature=_given(body.temperature, defaults, "temperature", 1.0),
+        top_p=1.0 if only_best else top_p,
+        top_k=max(top_k, 0),
+        min_p=_given(body.min_p, defaults, "min_p", 0.0),
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
+        repetition_penalty=_given(body.repetition_penalty, defaults, "repetition_penalty", 1.0),
         logit_bias=_logit_bias(body, capabilities.vocab_size),
         seed=seed,
         stop_token_ids=tuple(dict.fromkeys(stop_ids)),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def _given(value: float | None, defaults: Mapping[str, float], name: str, neutral: float) -> float:
+    """The client's value, else the model's, else the reference's."""
+    return defaults.get(name, neutral) if value is None else value
 
 
 def check_token_ids(param: str, token_ids: list[int], capabilities: Capabilities) -> None:

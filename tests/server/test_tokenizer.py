@@ -171,3 +171,17 @@ def test_the_front_end_needs_neither_torch_nor_transformers() -> None:
     code = "import sys, server.app; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_recommended_sampling_is_read_and_checked(tmp_path: Path) -> None:
+    tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "generation_config.json"
+    given = {"temperature": 0.2, "top_p": 0.9, "top_k": None, "max_length": 9}
+    for do_sample, expected in ((True, {"temperature": 0.2, "top_p": 0.9}), (False, {})):
+        path.write_text(json.dumps({**given, "do_sample": do_sample}))
+        tokenizer = Tokenizer.from_folder(tmp_path)
+        assert tokenizer.sampling_defaults == expected
+        tokenizer.close()
+    path.write_text(json.dumps({"do_sample": True, "temperature": 3}))
+    with pytest.raises(TokenizerError, match=r"temperature is 3; expected 0\.0 to 2\.0"):
+        Tokenizer.from_folder(tmp_path)

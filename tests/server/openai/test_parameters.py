@@ -107,6 +107,17 @@ def test_what_values_mean(
     assert getattr(sampling(server, worker, CHAT, **fields), name) == value
 
 
+def test_the_models_own_defaults_stand_where_a_request_says_nothing(
+    server: Server, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = {"temperature": 0.25, "top_p": 0.5, "top_k": 3, "repetition_penalty": 1.5}
+    monkeypatch.setattr(server.tokenizer, "sampling_defaults", defaults)
+    found = sampling(server, worker, CHAT)
+    assert {name: getattr(found, name) for name in defaults} == defaults
+    found = sampling(server, worker, COMPLETION, temperature=1, top_p=1, top_k=0)
+    assert (found.temperature, found.top_p, found.top_k) == (1.0, 1.0, 0)
+
+
 def test_choices_have_different_seeds_and_the_first_is_the_clients(
     server: Server, worker: ScriptedWorker
 ) -> None:
