@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
 
@@ -82,7 +83,9 @@ def _pull(args: dict[str, object]) -> int:
     model = str(args["model"])
     values = [("--home", args["home"]), ("--source", args["source"])]
     flags = [("--force", args["force"]), ("--quiet", args["quiet"])]
-    passed = [part for name, value in values if value for part in (name, str(value))]
+    passed = [
+        part for name, value in values if value for part in (name, os.path.abspath(str(value)))
+    ]
     passed += [name for name, is_given in flags if is_given]
     try:
         if model == config.DEFAULT_MODEL:

@@ -86,7 +86,8 @@ def serve(config: ServeConfig) -> int:
 def curl_line(config: ServeConfig, url: str) -> str:
     """A command that a newcomer can paste."""
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    body = json.dumps({"model": config.model_name, "messages": question})
+    # Greedy: a small model's first answer should be its best.
+    body = json.dumps({"model": config.model_name, "messages": question, "temperature": 0})
     parts = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
     if config.api_keys():
         parts += ["-H", "Authorization: Bearer YOUR_KEY"]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from server.config import DEFAULT_MODEL
+from server.supervisor import PACKAGE_ROOT
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -48,15 +49,25 @@ def resolve(model: str) -> Path:
 def pull_default(options: Sequence[str] = ()) -> Path:
     """Make the default model in a process of its own: the front end never loads torch.
 
-    `options` go to `python -m engine.pull`; its progress and errors appear on stderr.
+    `options` go to `python -m engine.pull`, paths absolute; its progress and errors appear on
+    stderr. Raises ModelSourceError.
     """
     command = [sys.executable, "-m", "engine.pull", *options]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode != 0 or not lines:
+    if "--home" not in options:
+        from engine.pull import cache
+
+        command += ["--home", str(cache.default_home().absolute())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=PACKAGE_ROOT) as pulling:
+        try:
+            printed, _ = pulling.communicate()
+        except BaseException:
+            pulling.terminate()  # it removes its half-written files
+            raise
+    lines = printed.strip().splitlines()
+    if pulling.returncode != 0 or not lines:
         raise ModelSourceError(
             f"--model {DEFAULT_MODEL}: could not be made (engine.pull ended with code"
-            f" {done.returncode}; its error is above)"
+            f" {pulling.returncode}; its error is above)"
         )
     return Path(lines[-1])
 

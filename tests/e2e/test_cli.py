@@ -1,0 +1,264 @@
+"""The `plait` command as a user runs it: real processes, a tiny random model, real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import httpx
+import psutil
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from tests.tiny import save_llama
+
+pytestmark = pytest.mark.e2e
+
+PLAIT = [sys.executable, "-m", "server"]
+LINE_TIMEOUT_S = 180.0  # only reached when something hangs
+READY = re.compile(r"is ready \(pid (\d+)\)")
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_llama(tmp_path_factory.mktemp("models") / "tiny", vocab_size=260)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: number for number, letter in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    backend.save(str(folder / "tokenizer.json"))
+    names = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return folder
+
+
+class Served:
+    """A running `plait serve`; `wait_for` reads its output, both streams together."""
+
+    def __init__(self, model: Path, *flags: str) -> None:
+        argv = ["--model", str(model), "--port", "0", "--dtype", "float32", "--device", "cpu"]
+        argv += ["--page-size", "16", "--max-total-tokens", "8192"]
+        self.process = subprocess.Popen(
+            [*PLAIT, "serve", *argv, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        # One core, hence one thread: threads that wait for each other crawl on a busy machine.
+        running = psutil.Process(self.process.pid)
+        running.cpu_affinity(running.cpu_affinity()[:1])
+        assert self.process.stdout is not None
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, args=(self.process.stdout,))
+        self._reader.start()
+        self.seen: list[str] = []
+        self.url = ""
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def wait_for(self, pattern: re.Pattern[str]) -> re.Match[str]:
+        while (line := self._lines.get(timeout=LINE_TIMEOUT_S)) is not None:
+            self.seen.append(line)
+            if match := pattern.search(line):
+                return match
+        raise AssertionError(f"{pattern.pattern} was not printed:\n{''.join(self.seen)}")
+
+    def wait_ready(self) -> int:
+        """The worker's pid."""
+        pid = int(self.wait_for(READY)[1])
+        self.url = self.wait_for(re.compile(r"ready after .*(http://\S+)"))[1]
+        return pid
+
+    def workers(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        return self.process.wait(LINE_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Ends what is left, front end first, and reads the output to its end."""
+        left: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left = self.workers()
+        self.process.kill()
+        self.process.wait()
+        for worker in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def serving(model: Path, *flags: str) -> Iterator[Served]:
+    served = Served(model, *flags)
+    try:
+        yield served
+    finally:
+        served.close()
+
+
+def long_answer(max_tokens: int) -> dict[str, object]:
+    return {
+        "model": "tiny",
+        "prompt": "hello",
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+    }
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PLAIT, *argv], capture_output=True, text=True, check=False)
+
+
+def test_plait_alone_prints_its_verbs() -> None:
+    done = run()
+    assert done.returncode == 0
+    assert all(verb in done.stdout for verb in ("serve", "pull", "bench", "--version"))
+
+
+def test_version_is_printed() -> None:
+    done = run("--version")
+    assert done.returncode == 0
+    assert re.fullmatch(r"plait \d+\.\d+\.\d+\n", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "--port", "70000"], "plait serve: --port 70000: expected a whole number"),
+        (["serve", "--config", "/nowhere.yaml"], "plait serve: --config /nowhere.yaml"),
+        (["pull", "owner/name", "--force"], "plait pull: --force: only for the default model"),
+        (["bench", "--output-tokens", "none"], "plait bench: --output-tokens none: expected"),
+    ],
+)
+def test_a_bad_option_is_a_message_and_code_2(argv: list[str], message: str) -> None:
+    done = run(*argv)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_is_nowhere_is_a_message_and_code_1() -> None:
+    done = run("serve", "--port", "0", "--model", "nowhere")
+    assert done.returncode == 1
+    assert "plait serve: --model nowhere: no such folder" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_front_end_never_loads_torch() -> None:
+    code = "import sys, server.launcher, server.bench.runner; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_worker_that_cannot_load_ends_plait_with_its_error(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (broken / name).write_bytes((tiny_model / name).read_bytes())
+    done = run("serve", "--port", "0", "--device", "cpu", "--model", str(broken))
+    assert done.returncode == 1
+    assert "safetensors" in done.stderr  # the worker's own words
+    assert "plait serve: worker 0 cannot start; its error is above" in done.stderr
+
+
+def test_serve_answers_the_printed_line_replaces_a_killed_worker_and_drains(
+    tiny_model: Path,
+) -> None:
+    with serving(tiny_model, "--drain-timeout-s", "600") as served:
+        first = served.wait_ready()
+        words = shlex.split(served.wait_for(re.compile(r"curl .*"))[0])
+        headers = dict([words[words.index("-H") + 1].split(": ")])
+        short = json.dumps(json.loads(words[-1]) | {"max_tokens": 8})
+        answer = httpx.post(words[1], content=short, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] <= 8
+        assert httpx.get(f"{served.url}/ready").status_code == 200
+        assert psutil.Process(served.process.pid).cmdline()[0] == "plait frontend"
+        assert [worker.cmdline()[0] for worker in served.workers()] == ["plait worker 0"]
+
+        os.kill(first, signal.SIGKILL)
+        second = int(served.wait_for(READY)[1])
+        assert second != first
+
+        url, body = f"{served.url}/v1/completions", long_answer(1000)
+        with httpx.stream("POST", url, json=body, timeout=120) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            served.send(signal.SIGTERM)
+            served.wait_for(re.compile("draining 1 requests"))
+            assert httpx.get(f"{served.url}/live").status_code == 200
+            assert httpx.get(f"{served.url}/ready").status_code == 503
+            assert httpx.post(url, json=body | {"stream": False}).status_code == 503
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+        assert served.wait() == 0
+        assert not psutil.pid_exists(second)
+
+
+def test_what_is_not_done_at_the_end_of_the_drain_gets_an_error_chunk(tiny_model: Path) -> None:
+    with serving(tiny_model, "--drain-timeout-s", "0") as served:
+        worker = psutil.Process(served.wait_ready())
+        url, body = f"{served.url}/v1/completions", long_answer(1000)
+        with httpx.stream("POST", url, json=body, timeout=120) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            served.send(signal.SIGINT)
+            rest = [line for line in lines if line]
+        assert "error" in json.loads(rest[-2][6:])
+        assert rest[-1] == "data: [DONE]"
+        assert served.wait() == 0
+        assert not worker.is_running()
+
+
+def test_a_second_interrupt_ends_at_once_and_a_killed_front_end_leaves_no_worker(
+    tiny_model: Path,
+) -> None:
+    with serving(tiny_model, "--drain-timeout-s", "600") as served:
+        worker = psutil.Process(served.wait_ready())
+        url, body = f"{served.url}/v1/completions", long_answer(1000)
+        with httpx.stream("POST", url, json=body, timeout=120) as stream:
+            lines = stream.iter_lines()  # kept: without it the connection would be closed
+            assert next(lines).startswith("data: ")
+            served.send(signal.SIGINT)
+            served.wait_for(re.compile("draining"))
+            served.send(signal.SIGINT)
+            assert served.wait() == 130
+        worker.wait(LINE_TIMEOUT_S)
+
+    # Killed while its worker still loads: the worker has not even met the front end.
+    with serving(tiny_model) as served:
+        served.wait_for(re.compile(r"plait \d.* from "))
+        while not (workers := served.workers()):
+            pass
+        served.send(signal.SIGKILL)
+        assert served.wait() == -signal.SIGKILL
+        gone, alive = psutil.wait_procs(workers, timeout=LINE_TIMEOUT_S)
+        assert gone and not alive
