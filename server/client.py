@@ -108,6 +108,38 @@ class Generation:
         self._wake.set()
 
 
+class _Room:
+    """What the queue may hold: unfinished requests and their prompt tokens."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._num_requests = 0
+        self._num_tokens = 0
+
+    def take(self, num_requests: int, num_tokens: int) -> None:
+        """Raises EngineError, and takes nothing, where they do not fit."""
+        limits = self._limits
+        if self._num_requests + num_requests > limits.max_queued_requests:
+            raise EngineError(
+                "overloaded",
+                f"{self._num_requests} requests are unfinished, {limits.max_queued_requests} may "
+                "be; try again later",
+            )
+        if self._num_tokens + num_tokens > limits.max_queued_tokens:
+            raise EngineError(
+                "overloaded",
+                f"unfinished requests hold {self._num_tokens} prompt tokens; with this one's "
+                f"{num_tokens} they exceed {limits.max_queued_tokens}; try again later",
+            )
+        self._num_requests += num_requests
+        self._num_tokens += num_tokens
+
+    def give_back(self, num_tokens: int) -> None:
+        """One request ended."""
+        self._num_requests -= 1
+        self._num_tokens -= num_tokens
+
+
 class EngineClient:
     """Bind it (constructor), `start` it on the event loop, whose thread then makes every call but
     `worker_died` and `worker_exited`, which any thread may make.
@@ -127,7 +159,7 @@ class EngineClient:
         self._live: dict[str, _Live] = {}
         self._answers: dict[str, Answer] = {}  # the reader's view of _live
         self._parked: dict[str, _Live] = {}  # those that wait for a worker, oldest first
-        self._num_queued_tokens = 0
+        self._room = _Room(self.limits)
         self._joined = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -166,29 +198,13 @@ class EngineClient:
         assert self.fleet.capabilities is not None
         return self.fleet.capabilities
 
-    def check_room(self, num_requests: int, num_tokens: int) -> None:
-        """Raises EngineError where these would exceed the queue's limits, or while draining."""
-        if self.is_draining:
-            raise EngineError("unavailable", "the server is shutting down")
-        limits = self.limits
-        if len(self._live) + num_requests > limits.max_queued_requests:
-            raise EngineError(
-                "overloaded",
-                f"{len(self._live)} requests are unfinished, {limits.max_queued_requests} may be; "
-                "try again later",
-            )
-        if self._num_queued_tokens + num_tokens > limits.max_queued_tokens:
-            raise EngineError(
-                "overloaded",
-                f"unfinished requests hold {self._num_queued_tokens} prompt tokens; with this "
-                f"one's {num_tokens} they exceed {limits.max_queued_tokens}; try again later",
-            )
-
     def generate(self, submissions: Sequence[Submission], route: str) -> Generation:
         """Start all choices of one HTTP request. `route` is a label: a template, not a path.
-        Raises EngineError where the queue is full."""
+        Raises EngineError where the queue is full, or while draining."""
+        if self.is_draining:
+            raise EngineError("unavailable", "the server is shutting down")
         num_tokens = sum(len(submission.request.token_ids) for submission in submissions)
-        self.check_room(len(submissions), num_tokens)
+        self._room.take(len(submissions), num_tokens)
         generation = Generation(route, self._close_generation)
         now = time.perf_counter()
         for submission in submissions:
@@ -206,7 +222,6 @@ class EngineClient:
             generation.unfinished[request.rid] = live
             self._idle.clear()
             self._dispatch(live)
-        self._num_queued_tokens += num_tokens
         self.metrics.prompt_tokens.inc(num_tokens)
         return generation
 
@@ -369,7 +384,7 @@ class EngineClient:
         live.generation.unfinished.pop(rid, None)
         if live.worker is not None:
             live.worker.num_live -= 1
-        self._num_queued_tokens -= len(live.request.token_ids)
+        self._room.give_back(len(live.request.token_ids))
         self.metrics.requests.labels(live.generation.route, how).inc()
         if not self._live:
             self._idle.set()
