@@ -16,6 +16,7 @@ from engine.model.registry import load_model, resolve_dtype
 from engine.runner import Runner
 from engine.scheduler.scheduler import Scheduler
 from kernels.cpu import threads
+from kernels.linear import warm_up
 from kvcache.allocator import CPSharedPagedAllocator
 from kvcache.pool import KVPool
 from kvcache.prefix_cache import PrefixCache
@@ -38,6 +39,8 @@ def load_engine(config: WorkerConfig) -> Engine:
     if device.type == "cpu":
         threads.configure(len(os.sched_getaffinity(0)))
     dtype = resolve_dtype(config.dtype, device)
+    if device.type == "cpu":
+        warm_up((dtype,))
     model = load_model(config.model, device, dtype, config.context_length)
     # Activations and KV rows are float32 on a CPU, whatever the weights are (docs/adr/0003).
     kv_dtype = torch.float32 if device.type == "cpu" else dtype

@@ -55,10 +55,12 @@ def merge(a: Partial | None, b: Partial) -> Partial:
     return Partial(a.out * (a.lse - base).exp() + b.out * (b.lse - base).exp(), lse)
 
 
-def causal(num_queries: int, width: int, first: int, device: torch.device) -> torch.Tensor:
-    """bool [num_queries, width]: query i may see the keys 0 .. first + i."""
-    mask = torch.ones((num_queries, width), dtype=torch.bool, device=device)
-    return mask.tril(first)
+def causal(
+    num_queries: int, width: int, first: int, stride: int, device: torch.device
+) -> torch.Tensor:
+    """bool [num_queries, width]: query i may see the keys 0 .. first + i · stride."""
+    last = torch.arange(first, first + num_queries * stride, stride, device=device)
+    return torch.arange(width, device=device) <= last.unsqueeze(1)
 
 
 def mla_rows(

@@ -6,13 +6,18 @@ allocation policy: who owns a page is the layout's map, which page is free the a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 
 from kernels.store_kv import store_rows
+from kvcache.blocks import Block, plan_blocks
 from kvcache.layout import KVGeometry
 from kvcache.sharding import CpSharedKVLayout
+
+Source: TypeAlias = Literal["latent", "kv", "index_keys"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,8 @@ class KVPool:
             raise ValueError(f"num_pages must be positive, got {num_pages}")
         self.geometry = geometry
         self.num_pages = num_pages
+        self._dtype = dtype
+        self._device = device
         self._layout = layout
         num_rows = (num_pages + 1) * layout.page_size
 
@@ -76,6 +83,11 @@ class KVPool:
         return cls(geometry, layout, num_pages, dtype, device)
 
     @property
+    def cp_size(self) -> int:
+        """Ranks that the logical pages lie on; 1 where this rank has them all."""
+        return self._layout.cp_size
+
+    @property
     def page_size(self) -> int:
         return self._layout.page_size
 
@@ -103,6 +115,38 @@ class KVPool:
     def page_bytes(geometry: KVGeometry, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page over all layers, for sizing a pool by memory."""
         return geometry.elements_per_token * page_size * dtype.itemsize
+
+    # What a streamed read asks for. A source is a kind of row, by name: what one token leaves in a
+    # layer for attention ("latent" or "kv") or for the indexer ("index_keys").
+
+    def width(self, source: Source) -> int:
+        """Elements of one token's row."""
+        if source == "kv":
+            return 2 * self.geometry.num_kv_heads * self.geometry.head_dim
+        return self.geometry.latent_dim if source == "latent" else self.geometry.index_dim
+
+    def read_pages(
+        self, source: Source, layer: int, row_pages: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Copy whole pages of this rank: row_pages [n] int64 -> out [n, page_size, width]. What a
+        page holds beyond its request's last token is anything."""
+        if source == "kv":
+            half = self.width("kv") // 2
+            for buffer, part in ((self._keys, out[..., :half]), (self._values, out[..., half:])):
+                part.copy_(buffer[layer].view(-1, self.page_size, half)[row_pages])
+            return
+        rows = self.latent(layer) if source == "latent" else self.index_keys(layer)
+        torch.index_select(rows.view(-1, self.page_size, rows.shape[1]), 0, row_pages, out=out)
+
+    def plan_blocks(
+        self, contexts: Sequence[Sequence[int]], lengths: Sequence[int], pages_per_rank: int
+    ) -> list[Block]:
+        """The blocks in which these contexts are read: see kvcache.blocks.plan_blocks."""
+        return plan_blocks(contexts, lengths, self._layout, pages_per_rank, self._device)
+
+    def new_workspace(self, num_elements: int) -> torch.Tensor:
+        """Flat, in the rows' dtype, on the rows' device."""
+        return torch.empty(num_elements, dtype=self._dtype, device=self._device)
 
     def rows(self, locs: torch.Tensor) -> torch.Tensor:
         """Row of each loc, same shape. Meaningful for locs that this rank owns."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Before torch is loaded: the models here are small, and threads that spin for more of it would only
+# disturb the processes that the tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 @pytest.fixture(scope="session")

@@ -1,54 +1,45 @@
 """Attention of one rank's share of the tokens over a pool that its group holds together.
 
-What the ranks computed of the chunk is gathered once a layer, stored by the pages' owners and read
-from there; the earlier context is streamed: its pages are gathered block by block, one block ahead
-of the computation, into a workspace of two blocks whatever the context. Partial results merge by
-log-sum-exp. Every collective is entered from values that the plan carries.
+What the ranks computed of the chunk is gathered once a layer and stored by the pages' owners; the
+earlier context is streamed: its pages are gathered block by block, one block ahead of the
+computation, into a workspace of two blocks whatever the context. Every collective is entered from
+values that the plan carries, never from a rank's own share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final, get_args
 
 import torch
 
 from engine.attention.base import Selection
-from engine.attention.stream import MlaQueries, better_topk, chosen_mask, expand_rows, slice_size
+from engine.attention.mla import MlaQueries, MlaRun
+from engine.attention.running import GqaRun, Positions, RunningTopK
 from engine.batch import ForwardBatch
 from engine.parallel.mesh import Gathered, Mesh
 from engine.parallel.share import Share
-from kernels.attention import Partial, attend, merge
-from kernels.index_logits import index_logits
-from kvcache.pool import KVPool
+from kvcache.blocks import Block
+from kvcache.pool import KVPool, Source
 
-Reader = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Cache rows [L, D] -> keys [G, L, D'] and values [G, L, V]."""
+SOURCES: Final[tuple[Source, ...]] = get_args(Source)
 
 
 @dataclass(frozen=True, slots=True)
-class Queries:
-    """One run of this rank's tokens: local tokens [begin, end) of request `req`, at positions
-    start, start + stride, ..."""
+class OwnRun:
+    """One run of this rank: its tokens [begin, end) of the local ones, request `req`."""
 
     req: int
     begin: int
     end: int
-    start: int
-    stride: int
-
-    def __len__(self) -> int:
-        return self.end - self.begin
-
-    @property
-    def last(self) -> int:
-        return self.start + (len(self) - 1) * self.stride
+    at: Positions
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTopK:
-    """By place among this rank's runs: int64 [num_queries, topk], positions ascending, -1 behind
-    the chosen. None: the run sees no more than topk tokens, so all are chosen."""
+    """For each of this rank's runs int64 [num_queries, topk], positions ascending, -1 behind the
+    chosen; None: the run sees no more than topk tokens, so all are chosen."""
 
     positions: tuple[torch.Tensor | None, ...]
 
@@ -60,45 +51,53 @@ class GroupAttention:
         if block_tokens <= 0:
             raise ValueError(f"block_tokens must be positive, got {block_tokens}")
         self.pool = pool
-        self.mesh = mesh
-        pages = -(-block_tokens // pool.page_size)
-        self.pages_per_rank = -(-pages // pool.cp_size)
-        width = max(buffer.shape[2:].numel() for buffer in pool.readable())
-        block = (pool.cp_size * self.pages_per_rank, pool.page_size * width)
-        part = (self.pages_per_rank, pool.page_size * width)
-        self._blocks = [pool.new_workspace(*block) for _ in range(2 if pool.cp_size > 1 else 0)]
-        self._parts = [pool.new_workspace(*part) for _ in range(2)]
+        self._mesh = mesh
+        num_pages = -(-block_tokens // pool.page_size)
+        self.pages_per_rank = -(-num_pages // pool.cp_size)
+        part = self.pages_per_rank * pool.page_size * max(map(pool.width, SOURCES))
+        whole = part * pool.cp_size if pool.cp_size > 1 else 0
+        self._parts = [pool.new_workspace(part) for _ in range(2)]
+        self._wholes = [pool.new_workspace(whole) for _ in range(2)]
 
     @property
     def workspace_bytes(self) -> int:
-        return sum(t.nbytes for t in (*self._blocks, *self._parts))
+        """Constant: two blocks, and this rank's contribution to each."""
+        return sum(t.nbytes for t in (*self._parts, *self._wholes))
+
+    @property
+    def most_keys(self) -> int:
+        """Rows of one block."""
+        return self.pages_per_rank * self.pool.cp_size * self.pool.page_size
 
     def begin(self, batch: ForwardBatch, share: Share) -> GroupForward:
         return GroupForward(self, batch, share)
 
-    def walk(self, source: str, layer: int, blocks: Sequence[Block]) -> Iterator[torch.Tensor]:
-        """Each block's rows in turn, [cp_size * most * page_size, width]; valid until the next."""
-        started = [self._start(source, layer, blocks[0], 0)] if blocks else []
+    def walk(self, source: Source, layer: int, blocks: Sequence[Block]) -> Iterator[torch.Tensor]:
+        """The gathered rows of each block in turn, [cp_size * most * page_size, width of `source`];
+        valid until the next is asked for."""
+        under_way = self._start(source, layer, blocks, 0)
         for i in range(len(blocks)):
+            rows, gather = under_way
             if i + 1 < len(blocks):
-                started.append(self._start(source, layer, blocks[i + 1], i + 1))
-            rows, gather = started[i]
+                under_way = self._start(source, layer, blocks, i + 1)
             if gather is not None:
                 gather.wait()
             yield rows
 
     def _start(
-        self, source: str, layer: int, block: Block, i: int
+        self, source: Source, layer: int, blocks: Sequence[Block], i: int
     ) -> tuple[torch.Tensor, Gathered | None]:
         pool = self.pool
-        row_bytes = pool.page_size * pool.width(source)
-        part = self._parts[i % 2][: block.most * row_bytes].view(block.most, row_bytes)
-        pool.read_pages(source, layer, block.own, part)
-        if pool.cp_size == 1:
-            return part.view(-1, pool.width(source)), None
-        size = pool.cp_size * block.most
-        whole = self._blocks[i % 2][: size * row_bytes].view(pool.cp_size, block.most, row_bytes)
-        return whole.view(-1, pool.width(source)), self.mesh.start_gather(part, whole)
+        if i >= len(blocks):
+            return self._parts[0], None
+        most, width = blocks[i].most, pool.width(source)
+        shape = (most, pool.page_size, width)
+        part = self._parts[i % 2][: most * pool.page_size * width].view(shape)
+        pool.read_pages(source, layer, blocks[i].own, part)
+        if pool.cp_size == 1:  # every rank has the whole
+            return part.view(-1, width), None
+        whole = self._wholes[i % 2][: pool.cp_size * part.numel()].view(pool.cp_size, *shape)
+        return whole.view(-1, width), self._mesh.start_gather(part, whole)
 
 
 class GroupForward:
@@ -108,40 +107,42 @@ class GroupForward:
         self._owner = owner
         self._pool = owner.pool
         self._share = share
-        self._starts = batch.starts
+        self._starts, self._lengths = batch.starts, batch.lengths
         self._begins = [sum(batch.lengths[:b]) for b in range(len(batch.lengths))]
-        self._contexts = [s + n for s, n in zip(batch.starts, batch.lengths, strict=True)]
-        self._destination = owner.pool.destination(batch.out_loc)
-        self._blocks = owner.pool.plan_blocks(
+        self._max_context = max(s + n for s, n in zip(batch.starts, batch.lengths, strict=True))
+        self._most_keys = max(owner.most_keys, *batch.lengths)
+        self._destination = self._pool.destination(batch.out_loc)
+        self._blocks = self._pool.plan_blocks(
             batch.page_table.tolist(), batch.starts, owner.pages_per_rank
         )
-        self._queries: list[Queries] = []
+        self._runs: list[OwnRun] = []
         begin = 0
         for run in share.runs:
             start = batch.starts[run.req] + run.first - self._begins[run.req]
-            self._queries.append(Queries(run.req, begin, begin + run.num, start, run.stride))
+            at = Positions(start, run.num, run.stride)
+            self._runs.append(OwnRun(run.req, begin, begin + run.num, at))
             begin += run.num
-        self._index_keys = torch.empty(0)  # of the whole chunk, [T, index_head_dim]
+        self._index_keys = torch.empty(0)  # [T, index_head_dim] of the whole chunk
 
     def store_index_key(self, layer: int, key: torch.Tensor) -> None:
         self._index_keys = self._share.gather(key)
         self._pool.store_index_key(layer, self._destination, self._index_keys)
 
     def needs_selection(self, topk: int) -> bool:
-        return max(self._contexts) > topk
+        return self._max_context > topk
 
     def select(self, layer: int, q: torch.Tensor, weights: torch.Tensor, topk: int) -> GroupTopK:
         running = [
-            RunningTopK(own, q[own.begin : own.end], weights[own.begin : own.end], topk)
-            if own.last >= topk
+            RunningTopK(q[r.begin : r.end], weights[r.begin : r.end], r.at, topk, self._most_keys)
+            if r.at.last >= topk
             else None
-            for own in self._queries
+            for r in self._runs
         ]
-        for begin, keys, req in self._keys("index_keys", layer, self._index_keys):
-            for top in running:
-                if top is not None and top.queries.req == req:
+        for req, begin, keys in self._context("index_keys", layer, self._index_keys):
+            for run, top in zip(self._runs, running, strict=True):
+                if run.req == req and top is not None:
                     top.add(keys, begin)
-        return GroupTopK(tuple(top.positions() if top is not None else None for top in running))
+        return GroupTopK(tuple(top.finish() if top is not None else None for top in running))
 
     def mla(
         self,
@@ -158,17 +159,57 @@ class GroupForward:
         chunk = self._share.gather(torch.cat((latent, k_pe), dim=-1))
         rank = latent.shape[-1]
         self._pool.store_latent(layer, self._destination, chunk[:, :rank], chunk[:, rank:])
-        whole = MlaQueries(q_nope * scale, q_pe * scale, w_uk, w_uv)
-        chosen = [None] * len(self._queries) if selection is None else selection.positions
-        parts = [
-            MlaRun(own, whole.slice(own.begin, own.end), positions, self._contexts[own.req])
-            for own, positions in zip(self._queries, chosen, strict=True)
+        queries = MlaQueries(q_nope, q_pe, w_uk, w_uv, scale)
+        chosen = selection.positions if isinstance(selection, GroupTopK) else ()
+        running = [
+            MlaRun(
+                queries.slice(run.begin, run.end),
+                run.at,
+                chosen[i] if chosen else None,
+                self._most_keys,
+            )
+            for i, run in enumerate(self._runs)
         ]
-        for begin, keys, req in self._keys("latent", layer, chunk):
-            for part in parts:
-                if part.queries.req == req:
-                    part.add(keys, begin)
-        out = q_pe.new_empty((len(q_pe), w_uv.shape[0], w_uv.shape[1]))
-        for part in parts:
-            out[part.queries.begin : part.queries.end] = part.finish()
+        for req, begin, rows in self._context("latent", layer, chunk):
+            for run, part in zip(self._runs, running, strict=True):
+                if run.req == req:
+                    part.add(rows, begin)
+        out = q_pe.new_empty((len(q_pe), *w_uv.shape[:2]))
+        for run, part in zip(self._runs, running, strict=True):
+            out[run.begin : run.end] = part.finish()
         return out
+
+    def gqa(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        num_kv, dim = k.shape[1:]
+        chunk = self._share.gather(torch.cat((k.flatten(1), v.flatten(1)), dim=-1))
+        keys, values = chunk.view(len(chunk), 2, num_kv, dim).unbind(1)
+        self._pool.store_kv(layer, self._destination, keys, values)
+        running = [
+            GqaRun(q[run.begin : run.end], num_kv, run.at, scale, self._most_keys)
+            for run in self._runs
+        ]
+        for req, begin, rows in self._context("kv", layer, chunk):
+            keys, values = rows.view(len(rows), 2, num_kv, dim).unbind(1)
+            for run, part in zip(self._runs, running, strict=True):
+                if run.req == req:
+                    part.add(keys, values, begin)
+        out = torch.empty_like(q)
+        for run, part in zip(self._runs, running, strict=True):
+            out[run.begin : run.end] = part.finish()
+        return out
+
+    def _context(
+        self, source: Source, layer: int, chunk: torch.Tensor
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """(request, position of the first, rows [L, width]) of everything that the batch's requests
+        may attend to, each in ascending position: the streamed context, then the chunk itself."""
+        for block, gathered in zip(
+            self._blocks, self._owner.walk(source, layer, self._blocks), strict=True
+        ):
+            for req, span in enumerate(block.spans):
+                if span is not None:
+                    yield req, span.begin, gathered[span.rows]
+        for req, (begin, length) in enumerate(zip(self._begins, self._lengths, strict=True)):
+            yield req, self._starts[req], chunk[begin : begin + length]

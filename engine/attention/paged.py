@@ -12,14 +12,9 @@ import torch
 from torch.nn import functional
 
 from engine.attention.base import Selection
-from engine.attention.stream import (
-    BLOCK_TOKENS,
-    WORKSPACE_BYTES,
-    MlaQueries,
-    select_topk,
-    stream_gqa,
-    stream_mla,
-)
+from engine.attention.mla import MlaQueries
+from engine.attention.running import WORKSPACE_BYTES
+from engine.attention.stream import BLOCK_TOKENS, select_topk, stream_gqa, stream_mla
 from engine.attention.view import BatchView, Decodes, view_batch
 from engine.batch import ForwardBatch
 from kernels.attention import gqa_rows, mla_rows

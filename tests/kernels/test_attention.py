@@ -146,7 +146,7 @@ def test_parts_merge_to_the_whole(seed: int, cuts: list[int]) -> None:
 
 def test_a_mask_of_the_last_keys_leaves_the_others_free() -> None:
     q, k, v = torch.randn(1, 3, 4), torch.randn(1, 9, 4), torch.randn(1, 9, 4)
-    tail = causal(3, 2, -1, q.device)
+    tail = causal(3, 2, -1, 1, q.device)
     full = torch.cat((torch.ones(3, 7, dtype=torch.bool), tail), dim=1)
     assert torch.equal(attend(q, k, v, tail, 1.0).out, attend(q, k, v, full, 1.0).out)
     assert tail.tolist() == [[False, False], [True, False], [True, True]]

@@ -1,0 +1,103 @@
+"""Latent attention's queries, and one run of them fed with cache rows part by part: absorbed (all
+heads read the latent row itself) or expanded to keys and values by head, whichever costs less."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.attention.running import Positions, RunningAttention
+from kernels.attention import values_of
+
+
+@dataclass(frozen=True, slots=True)
+class MlaQueries:
+    """Queries of T tokens, the two halves of kv_b_proj, and the softmax scale."""
+
+    q_nope: torch.Tensor  # [T, num_heads, qk_nope_head_dim], may be 0 wide
+    q_pe: torch.Tensor  # [T, num_heads, qk_rope_head_dim]
+    w_uk: torch.Tensor  # [num_heads, qk_nope_head_dim, kv_lora_rank]
+    w_uv: torch.Tensor  # [num_heads, v_head_dim, kv_lora_rank]
+    scale: float
+
+    @property
+    def latent_dim(self) -> int:
+        return self.w_uv.shape[2]
+
+    def slice(self, begin: int, end: int) -> MlaQueries:
+        return replace(self, q_nope=self.q_nope[begin:end], q_pe=self.q_pe[begin:end])
+
+    def pick(self, tokens: torch.Tensor) -> MlaQueries:
+        return replace(self, q_nope=self.q_nope[tokens], q_pe=self.q_pe[tokens])
+
+    def absorbed(self) -> torch.Tensor:
+        """Queries against cache rows: [T, H, latent + rope]; [T, H, rope] where nope is 0 wide, as
+        the latent then has no part in the score."""
+        if self.q_nope.shape[-1] == 0:
+            return self.q_pe
+        by_head = self.q_nope.transpose(0, 1)
+        q_latent = torch.bmm(by_head, self.w_uk.to(by_head.dtype)).transpose(0, 1)
+        return torch.cat((q_latent, self.q_pe), dim=-1)
+
+    def expanding_is_cheaper(self, context: int) -> bool:
+        """Whether per-head keys and values cost fewer multiplications than the absorbed form."""
+        num_queries, num_heads, rope = self.q_pe.shape
+        nope, v_dim, latent = self.w_uk.shape[1], self.w_uv.shape[1], self.latent_dim
+        expand = context * latent * (nope + v_dim)
+        absorb = num_queries * latent * (nope + v_dim)
+        pairs = num_queries * context
+        score = latent + rope if nope else rope
+        expanded = expand + pairs * (nope + rope + v_dim)
+        return num_heads * expanded < num_heads * (absorb + pairs * (score + latent))
+
+    def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cache rows [L, D] -> keys [H, L, nope + rope] and values [H, L, v_head_dim]."""
+        num_heads = self.w_uv.shape[0]
+        latent, k_pe = rows[:, : self.latent_dim], rows[:, self.latent_dim :]
+        wide = self.q_pe.dtype
+        shared = k_pe.to(wide).expand(num_heads, -1, -1)
+        latent = latent.to(wide).expand(num_heads, -1, -1)
+        v = torch.bmm(latent, self.w_uv.to(wide).transpose(1, 2))
+        if self.q_nope.shape[-1] == 0:
+            return shared, v
+        k_nope = torch.bmm(latent, self.w_uk.to(wide).transpose(1, 2))
+        return torch.cat((k_nope, shared), dim=-1), v
+
+
+class MlaRun:
+    """One run of queries over cache rows; `add` each part of its context, then `finish`."""
+
+    def __init__(
+        self,
+        queries: MlaQueries,
+        at: Positions,
+        chosen: torch.Tensor | None,  # see RunningAttention
+        most_keys: int,  # of one part
+    ) -> None:
+        self._queries = queries
+        self._expands = queries.expanding_is_cheaper(at.last + 1)
+        if self._expands:  # one group a head
+            q = torch.cat((queries.q_nope, queries.q_pe), dim=-1).transpose(0, 1)
+        else:  # one group: all heads read the same latent row
+            q = queries.absorbed().unsqueeze(0).flatten(1, 2)
+        self._width = q.shape[-1]
+        heads = 1 if self._expands else queries.q_pe.shape[1]
+        self._running = RunningAttention(q, heads, at, chosen, queries.scale, most_keys)
+
+    def add(self, rows: torch.Tensor, begin: int) -> None:
+        """Cache rows [L, latent | rope] of the positions begin, begin + 1, ..."""
+        if self._expands:
+            k, v = self._queries.expand(rows)
+        else:
+            k = rows[:, rows.shape[1] - self._width :].unsqueeze(0)
+            v = rows[:, : self._queries.latent_dim].unsqueeze(0)
+        self._running.add(k, v, begin)
+
+    def finish(self) -> torch.Tensor:
+        """[num_queries, num_heads, v_head_dim]"""
+        out = self._running.finish()
+        if self._expands:
+            return out.transpose(0, 1)  # [H, T, V] -> [T, H, V]
+        num_heads = self._queries.q_pe.shape[1]
+        return values_of(out.view(-1, num_heads, out.shape[-1]), self._queries.w_uv)

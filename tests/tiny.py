@@ -1,0 +1,61 @@
+"""Small checkpoints with random weights, written by transformers and read by our loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+
+def save_dsa(folder: Path, *, vocab_size: int = 199, index_topk: int = 16, seed: int = 0) -> Path:
+    """DeepSeek-V3.2: two MoE layers after a dense one, selection from 17 tokens of context on."""
+    torch.manual_seed(seed)
+    config = DeepseekV32Config(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        index_n_heads=32,
+        index_head_dim=32,
+        index_topk=index_topk,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    DeepseekV32ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def save_llama(folder: Path, *, vocab_size: int = 199, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
