@@ -28,7 +28,7 @@ FIRST_DELAY_S = 0.25
 MAX_DELAY_S = 30.0
 LONG_LIFE_S = 60.0  # a worker that lived so long is restarted without the earlier deaths' delay
 POLL_S = 0.05
-KILL_AFTER_S = 5.0
+KILL_AFTER_S = 10.0  # a busy machine may be in the middle of a long step
 # An exit code by which a worker says that its options cannot work: it is not restarted.
 BAD_OPTIONS = 2
 # Workers run here, so that no folder named `engine` where the user stands is taken for ours.
