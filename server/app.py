@@ -131,6 +131,10 @@ def _describe_bodies(app: FastAPI) -> None:
                     "required": True,
                     "content": {"application/json": {"schema": kinds[kind, "validation"]}},
                 }
+            # The framework's own validation error: no route answers with it.
+            document["paths"]["/v1/models/{name}"]["get"]["responses"].pop("422", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                components.pop(name, None)
             app.openapi_schema = document
         return app.openapi_schema
 

@@ -253,3 +253,14 @@ def threaded_post(client: httpx.Client, body: dict[str, Any]) -> Any:
         return response
 
     return result
+
+
+def test_the_openapi_document_describes_the_bodies(server: Server) -> None:
+    document = server.http.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    for path in (CHAT, "/v1/completions", "/tokenize", "/detokenize"):
+        body = document["paths"][path]["post"]["requestBody"]
+        name = body["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+        assert schemas[name]["type"] == "object"
+    assert "temperature" in schemas["ChatCompletionRequest"]["properties"]
+    assert "422" not in server.http.get("/openapi.json").text
