@@ -2,8 +2,9 @@
 
     python benchmarks/default_model.py [--home DIR] [--out FILE]
 
-Everything is computed by transformers on the CPU in float32. Prints a table, writes JSON, and ends
-with code 1 where the conversion is not exact.
+Everything is computed by transformers on the CPU, in float32 but for bfloat16_divergence and
+bfloat16_agreement. Prints a table, writes JSON, and
+ends with code 1 where the conversion is not exact.
 """
 
 from __future__ import annotations
@@ -88,6 +89,9 @@ def measure(home: Path) -> dict[str, Any]:
     result["float32_greedy_40_equal"] = oracle.greedy(exact, prompt, 40) == greedy
     del exact
 
+    coarse = oracle.log_probs(oracle.load(folder, torch.bfloat16), ids[:256])
+    result["bfloat16_divergence"] = oracle.divergence(reference, coarse)
+    result["bfloat16_agreement"] = oracle.agreement(reference, coarse)
     rounded = oracle.load(folder)
     log_probs = oracle.log_probs(rounded, ids[:256])
     result["bfloat16_weights_divergence"] = oracle.divergence(reference, log_probs)

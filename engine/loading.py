@@ -13,6 +13,7 @@ from engine.capacity import Capacity, plan_capacity
 from engine.config import WorkerConfig
 from engine.model.base import Model
 from engine.model.registry import load_model, resolve_dtype
+from engine.parallel.mesh import Mesh
 from engine.runner import Runner
 from engine.scheduler.scheduler import Scheduler
 from kernels.cpu import threads
@@ -59,10 +60,12 @@ def load_engine(config: WorkerConfig) -> Engine:
         pool.num_bytes / 2**30,
         capacity.context_length,
     )
+    attention = PagedAttention(pool)
     runner = Runner(
         model,
-        PagedAttention(pool).begin,
-        device=device,
+        lambda batch, share: attention.begin(batch),
+        Mesh(0, 1, device),
+        "in-seq-split",
         page_size=capacity.page_size,
         max_running=config.max_running_requests,
         max_pages=-(-capacity.context_length // capacity.page_size),

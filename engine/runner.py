@@ -11,6 +11,8 @@ import torch
 from engine.attention.base import Attention
 from engine.batch import ForwardBatch
 from engine.model.base import Model
+from engine.parallel.mesh import Mesh
+from engine.parallel.share import Share
 from engine.plan import Extend, Sampled, StepPlan, StepResult
 from engine.sampler import LogprobRequest, SamplingState, sample, score
 from engine.types import TokenLogprob
@@ -19,19 +21,24 @@ _SCORE_ROWS = 64  # logits rows held at once for prompt log-probabilities
 
 
 class Runner:
+    """One rank's part of each step. All ranks of a group execute the same plans; rank 0 samples."""
+
     def __init__(
         self,
         model: Model,
-        begin_attention: Callable[[ForwardBatch], Attention],
+        begin_attention: Callable[[ForwardBatch, Share], Attention],
+        mesh: Mesh,
+        deal_mode: str,
         *,
-        device: torch.device,
         page_size: int,
         max_running: int,
         max_pages: int,
     ) -> None:
         self._model = model
         self._begin_attention = begin_attention
-        self._device = device
+        self._mesh = mesh
+        self._deal_mode = deal_mode
+        self._device = device = mesh.device
         self._page_size = page_size
         self._page_table = torch.zeros(max_running, max_pages, dtype=torch.int64, device=device)
         self._states: dict[int, SamplingState] = {}
@@ -42,9 +49,12 @@ class Runner:
         t0 = time.perf_counter()
         batch = self._prepare(plan)
         t1 = time.perf_counter()
-        hidden = self._model.forward(batch, self._begin_attention(batch))
+        share = Share(batch, self._mesh, self._deal_mode)
+        attention = self._begin_attention(batch, share)
+        hidden = self._model.forward(share.token_ids, share.positions, attention)
+        rows = share.pick(hidden, wanted) if (wanted := _wanted_tokens(plan.extends)) else hidden
         t2 = time.perf_counter()
-        sampled = self._sample(plan.extends, hidden)
+        sampled = self._sample(plan.extends, rows) if self._mesh.rank == 0 else []
         t3 = time.perf_counter()
         seconds = {"prepare": t1 - t0, "forward": t2 - t1, "sample": t3 - t2}
         return StepResult(step=plan.step, sampled=sampled, seconds=seconds)
@@ -95,47 +105,57 @@ class Runner:
             lengths=tuple(len(e.token_ids) for e in extends),
         )
 
-    def _sample(self, extends: list[Extend], hidden: torch.Tensor) -> list[Sampled]:
-        """Tokens and log-probabilities for each extend; `hidden` is [T, hidden_size]."""
-        lasts: list[int] = []
-        end = 0
-        for extend in extends:
-            end += len(extend.token_ids)
-            lasts.append(end - 1)
-        sampling = [i for i, extend in enumerate(extends) if extend.samples]
-        tokens: dict[int, int] = {}
+    def _sample(self, extends: list[Extend], rows: torch.Tensor) -> list[Sampled]:
+        """`rows` [S, hidden_size]: hidden states of the wanted tokens, in their order."""
+        sampling = [extend for extend in extends if extend.samples]
+        tokens: dict[int, int] = {}  # by req_index
         logprobs: dict[int, TokenLogprob] = {}
         if sampling:
-            logits = self._model.logits(hidden[[lasts[i] for i in sampling]])
-            states = [self._states[extends[i].req_index] for i in sampling]
-            tokens = dict(zip(sampling, sample(logits, states), strict=True))
+            logits = self._model.logits(rows[: len(sampling)])
+            states = [self._states[extend.req_index] for extend in sampling]
+            found = sample(logits, states)
+            tokens = {e.req_index: token for e, token in zip(sampling, found, strict=True)}
             wanted = {
-                i: LogprobRequest(row, tokens[i], state.params.logprobs)
-                for row, (i, state) in enumerate(zip(sampling, states, strict=True))
+                e.req_index: LogprobRequest(row, token, state.params.logprobs)
+                for row, (e, token, state) in enumerate(zip(sampling, found, states, strict=True))
                 if state.params.logprobs is not None
             }
             logprobs = dict(zip(wanted, score(logits, list(wanted.values())), strict=True))
-            for i, state in zip(sampling, states, strict=True):
-                state.append(tokens[i])
-        return [
-            Sampled(
-                req_index=extend.req_index,
-                token_id=tokens.get(i),
-                logprob=logprobs.get(i),
-                target_logprobs=self._score_targets(extend, hidden, lasts[i]),
+            for state, token in zip(states, found, strict=True):
+                state.append(token)
+        sampled, at = [], len(sampling)
+        for extend in extends:
+            targets = self._score_targets(extend, rows[at : at + len(extend.targets)])
+            at += len(extend.targets)
+            sampled.append(
+                Sampled(
+                    req_index=extend.req_index,
+                    token_id=tokens.get(extend.req_index),
+                    logprob=logprobs.get(extend.req_index),
+                    target_logprobs=targets,
+                )
             )
-            for i, extend in enumerate(extends)
-        ]
+        return sampled
 
-    def _score_targets(self, extend: Extend, hidden: torch.Tensor, last: int) -> list[TokenLogprob]:
-        if not extend.targets:
-            return []
+    def _score_targets(self, extend: Extend, rows: torch.Tensor) -> list[TokenLogprob]:
         num_top = self._states[extend.req_index].params.prompt_logprobs or 0
-        first = last + 1 - len(extend.token_ids)
         scored: list[TokenLogprob] = []
-        for at in range(0, len(extend.targets), _SCORE_ROWS):
+        for at in range(0, len(rows), _SCORE_ROWS):
             targets = extend.targets[at : at + _SCORE_ROWS]
-            logits = self._model.logits(hidden[first + at : first + at + len(targets)])
-            wanted = [LogprobRequest(row, t, num_top) for row, t in enumerate(targets)]
-            scored += score(logits, wanted)
+            logits = self._model.logits(rows[at : at + _SCORE_ROWS])
+            scored += score(logits, [LogprobRequest(i, t, num_top) for i, t in enumerate(targets)])
         return scored
+
+
+def _wanted_tokens(extends: list[Extend]) -> list[int]:
+    """The batch tokens whose logits the step needs: the last of each extend that samples, then
+    those that score targets."""
+    lasts: list[int] = []
+    scoring: list[int] = []
+    begin = 0
+    for extend in extends:
+        end = begin + len(extend.token_ids)
+        lasts += [end - 1] if extend.samples else []
+        scoring += range(begin, begin + len(extend.targets))
+        begin = end
+    return lasts + scoring

@@ -7,7 +7,6 @@ from typing import Protocol
 import torch
 
 from engine.attention.base import Attention
-from engine.batch import ForwardBatch
 from kvcache.layout import KVGeometry
 
 
@@ -16,8 +15,11 @@ class Model(Protocol):
     vocab_size: int
     context_length: int  # max_position_embeddings
 
-    def forward(self, batch: ForwardBatch, attention: Attention) -> torch.Tensor:
-        """Hidden states after the final norm, [T, hidden_size]."""
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
+        """token_ids and absolute positions [T] int64 -> hidden states after the final norm,
+        [T, hidden_size]."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from engine.attention.base import Attention, Selection
-from engine.batch import ForwardBatch
 from engine.model.indexer import index_layers
 from engine.model.layers import Mlp, Vocabulary, activation_dtype, check_activation
 from engine.model.mla import MlaAttention
@@ -90,10 +89,12 @@ class DeepseekModel:
             )
         return cls(config, checkpoint)
 
-    def forward(self, batch: ForwardBatch, attention: Attention) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
         """Hidden states after the final norm, [T, hidden_size]."""
-        h = self.vocabulary.embed(batch.token_ids)
-        cos, sin = self.rotary_emb(batch.positions)
+        h = self.vocabulary.embed(token_ids)
+        cos, sin = self.rotary_emb(positions)
         selection: Selection | None = None
         for layer in self.layers:
             h, selection = layer(h, cos, sin, attention, selection)

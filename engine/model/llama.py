@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from engine.attention.base import Attention
-from engine.batch import ForwardBatch
 from engine.model.layers import Mlp, Vocabulary, activation_dtype, check_activation
 from engine.model.rope import RotaryEmbedding, rope_parameters
 from engine.model.weights import Checkpoint
@@ -152,10 +151,12 @@ class LlamaModel:
         check_sliding_window(config)
         return cls(config, checkpoint)
 
-    def forward(self, batch: ForwardBatch, attention: Attention) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
         """Hidden states after the final norm, [T, hidden_size]."""
-        x = self.vocabulary.embed(batch.token_ids)
-        cos, sin = self.rotary_emb(batch.positions)
+        x = self.vocabulary.embed(token_ids)
+        cos, sin = self.rotary_emb(positions)
         for layer in self.layers:
             x = layer(x, cos, sin, attention)
         return rms_norm(x, self.norm, self.eps)

@@ -38,21 +38,26 @@ class Share:
 
     def __init__(self, batch: ForwardBatch, mesh: Mesh, mode: str) -> None:
         self._mesh = mesh
-        self._dealt = deal(batch.lengths, mesh.size, mode)
-        self._num_tokens = sum(batch.lengths)
-        self.runs: list[Run] = self._dealt[mesh.rank]
-        self.token_ids, self.positions = batch.token_ids, batch.positions
-        self._held = [[t for run in runs for t in run.tokens] for runs in self._dealt]
-        if mesh.size > 1:
-            own = torch.tensor(self._held[mesh.rank], dtype=torch.int64, device=mesh.device)
-            self.token_ids, self.positions = batch.token_ids[own], batch.positions[own]
-        self.gather = Collector(mesh, self._held, self._num_tokens)
+        self.token_ids, self.positions = batch.token_ids, batch.positions  # [T_own] int64
+        self.runs: list[Run] = []
+        if mesh.size == 1:
+            return
+        dealt = deal(batch.lengths, mesh.size, mode)
+        self.runs = dealt[mesh.rank]
+        self._held = [[t for run in runs for t in run.tokens] for runs in dealt]
+        own = torch.tensor(self._held[mesh.rank], dtype=torch.int64, device=mesh.device)
+        self.token_ids, self.positions = batch.token_ids[own], batch.positions[own]
+        self._collect = Collector(mesh, self._held, sum(batch.lengths))
 
-    def pick(self, hidden: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """Rows of the batch's `tokens` from the ranks that computed them: [T_own, D] -> [S, D]."""
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a per-token tensor [T_own, ...] -> those of the batch, [T, ...]."""
+        return own if self._mesh.size == 1 else self._collect(own)
+
+    def pick(self, own: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+        """The rows of the batch's `tokens` alone: [T_own, D] -> [len(tokens), D]."""
         if self._mesh.size == 1:
-            return hidden[list(tokens)]
+            return own[list(tokens)]
         wanted = {token: i for i, token in enumerate(tokens)}
         held = [[wanted[t] for t in rows if t in wanted] for rows in self._held]
         mine = [i for i, t in enumerate(self._held[self._mesh.rank]) if t in wanted]
-        return Collector(self._mesh, held, len(tokens))(hidden[mine])
+        return Collector(self._mesh, held, len(tokens))(own[mine])

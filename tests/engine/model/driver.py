@@ -69,7 +69,7 @@ class Driver:
             while len(request.pages) < needed:
                 request.pages.append(self.free.pop())
         batch = self.batch(work)
-        hidden = self.model.forward(batch, self.attention.begin(batch))
+        hidden = self.model.forward(batch.token_ids, batch.positions, self.attention.begin(batch))
         logits = self.model.logits(hidden)
         for request, count in work:
             request.num_cached += count

@@ -87,11 +87,11 @@ def deepseek(tensors: Iterable[tuple[str, torch.Tensor]], config: dict[str, Any]
     return model.eval()
 
 
-def load(folder: Path) -> Any:
-    """A converted folder as a user of transformers loads it, computed in float32."""
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A converted folder as a user of transformers loads it, computed in `dtype`."""
     config = AutoConfig.from_pretrained(folder)
     config._experts_implementation = "eager"
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
     return model.eval()
 
 
