@@ -3,8 +3,8 @@
     python benchmarks/default_model.py [--home DIR] [--out FILE]
 
 Everything is computed by transformers on the CPU, in float32 but for bfloat16_divergence and
-bfloat16_agreement. Prints a table, writes JSON, and
-ends with code 1 where the conversion is not exact.
+bfloat16_agreement. Prints a table, writes JSON, and ends with code 1 where the conversion is not
+exact.
 """
 
 from __future__ import annotations
