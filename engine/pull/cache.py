@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 DEFAULT_MODEL = "smollm2-135m-dsv32"
-CONVERSION = 1  # raised when a converted folder of an earlier version must be made again
+CONVERSION = 2  # raised when a converted folder of an earlier version must be made again
 MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 20
 

@@ -23,6 +23,8 @@ from engine.pull.tokenizer import save_tokenizer
 
 NUM_CALIBRATION_TOKENS = 1024
 CALIBRATION_TEXT = Path(__file__).with_name("calibration.txt")
+# What the authors of SmolLM2-135M-Instruct suggest: a model this small rambles at temperature 1.
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 FLOAT32_TENSORS = (".e_score_correction_bias",)  # as DeepSeek publishes them
 
 
@@ -120,5 +122,6 @@ def _write_configs(
         "pad_token_id": vocabulary.pad_id,
     }
     model = deepseek_config(config) | special | {"dtype": str(dtype).removeprefix("torch.")}
-    for name, values in (("config.json", model), ("generation_config.json", special)):
+    generation = special | SAMPLING
+    for name, values in (("config.json", model), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -126,7 +126,13 @@ def test_transformers_loads_the_folder(folder: Path, source: LlamaGguf) -> None:
         for name, tensor in load_file(folder / "model.safetensors").items()
         if "e_score" not in name
     } == {torch.bfloat16}
-    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_requests_that_do_not_say_are_sampled_as_the_models_authors_suggest(folder: Path) -> None:
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == 2
+    assert generation["do_sample"] is True
+    assert (generation["temperature"], generation["top_p"]) == (0.2, 0.9)
 
 
 def test_the_same_bytes_each_time(folder: Path, tiny_gguf: Path, tmp_path: Path) -> None:
