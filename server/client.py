@@ -269,6 +269,7 @@ class EngineClient:
 
     def _on_events(self, events: list[Event], received_at: float) -> None:
         for source, event in events:
+            self.fleet.heard(source)
             if isinstance(event, list):
                 for rid, delta in event:
                     live = self._live.get(rid)

@@ -17,6 +17,7 @@ class Worker:
     hello: Hello
     slot: int  # small and reused: the worker's name in metrics
     num_live: int = 0  # unfinished requests given to it
+    num_heard: int = 0  # messages that came from it: a sign of life
     load: Load = field(default_factory=Load)
     families: list[MetricFamily] = field(default_factory=list)
 
@@ -57,6 +58,12 @@ class Fleet:
 
     def instance_of(self, pid: int) -> str | None:
         return next((w.hello.instance_id for w in self if w.hello.pid == pid), None)
+
+    def heard(self, instance_id: str) -> None:
+        """A message of this worker came, of whatever kind."""
+        worker = self._workers.get(instance_id)
+        if worker is not None:
+            worker.num_heard += 1
 
     def beat(self, instance_id: str, heartbeat: Heartbeat) -> None:
         worker = self._workers.get(instance_id)

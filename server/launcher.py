@@ -58,6 +58,11 @@ class _FleetView:
     def is_present(self, pid: int) -> bool:
         return self._client.fleet.instance_of(pid) is not None
 
+    def num_heard(self, pid: int) -> int | None:
+        fleet = self._client.fleet
+        worker = fleet.get(fleet.instance_of(pid) or "")
+        return worker.num_heard if worker is not None else None
+
     def worker_exited(self, pid: int) -> None:
         self._client.worker_exited(pid)
 

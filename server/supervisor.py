@@ -1,4 +1,4 @@
-"""One worker process kept alive: spawned, watched, restarted, ended.
+"""One worker process kept alive: spawned, watched, killed where it hangs, restarted, ended.
 
 Owns the process and the pace of restarts. Knows no request: what was lost with a worker is the
 client's to replay.
@@ -28,6 +28,10 @@ FIRST_DELAY_S = 0.25
 MAX_DELAY_S = 30.0
 LONG_LIFE_S = 60.0  # a worker that lived so long is restarted without the earlier deaths' delay
 POLL_S = 0.05
+# A worker speaks twice a second, also during a long step: one that is silent for three looks in a
+# row hangs. Looks are counted, not time, so a front end that was itself held up kills nobody.
+LOOK_S = 2.0
+MAX_SILENT_LOOKS = 3
 KILL_AFTER_S = 10.0  # a busy machine may be in the middle of a long step
 # An exit code by which a worker says that its options cannot work: it is not restarted.
 BAD_OPTIONS = 2
@@ -40,9 +44,12 @@ class WorkerFailedError(Exception):
 
 
 class Workers(Protocol):
-    """What the supervisor needs of the client: who said hello, and whom to tell of a death."""
+    """What the supervisor needs of the client: who said hello, how often each was heard since (None
+    for one that left), and whom to tell of a death."""
 
     def is_present(self, pid: int) -> bool: ...
+
+    def num_heard(self, pid: int) -> int | None: ...
 
     def worker_exited(self, pid: int) -> None: ...
 
@@ -64,11 +71,13 @@ class Supervisor:
         *,
         command: Callable[[WorkerConfig], list[str]] = worker_command,
         first_delay_s: float = FIRST_DELAY_S,
+        look_s: float = LOOK_S,
     ) -> None:
         self._config = config
         self._workers = workers
         self._command = command
         self._first_delay_s = first_delay_s
+        self._look_s = look_s
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
         self.ready = asyncio.Event()  # set at the first hello
@@ -150,12 +159,33 @@ class Supervisor:
             while not ended.done():
                 if self._workers.is_present(process.pid):
                     self.ready.set()
-                    await ended
+                    await self._outlive(process, ended)
                     return True
                 await asyncio.wait([ended], timeout=POLL_S)
             return False
         finally:
             ended.cancel()
+
+    async def _outlive(
+        self, process: asyncio.subprocess.Process, ended: asyncio.Future[int]
+    ) -> None:
+        """Wait for the end of a worker that serves; where it falls silent, kill it."""
+        num_silent, last_heard = 0, self._workers.num_heard(process.pid)
+        while not ended.done():
+            await asyncio.wait([ended], timeout=self._look_s)
+            num_heard = self._workers.num_heard(process.pid)
+            num_silent = num_silent + 1 if num_heard == last_heard else 0
+            last_heard = num_heard
+            if num_silent == MAX_SILENT_LOOKS and not ended.done():
+                log.error(
+                    "worker %d (pid %d) hangs: silent for %g s; killed",
+                    self._config.index,
+                    process.pid,
+                    MAX_SILENT_LOOKS * self._look_s,
+                )
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await ended
 
     def _give_up_where_hopeless(
         self, process: asyncio.subprocess.Process, num_failed_starts: int

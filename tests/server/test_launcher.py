@@ -17,7 +17,13 @@ import pytest
 
 from engine.config import WorkerConfig
 from server import config, launcher, model_source
-from server.supervisor import MAX_FAILED_STARTS, Supervisor, WorkerFailedError, worker_command
+from server.supervisor import (
+    MAX_FAILED_STARTS,
+    MAX_SILENT_LOOKS,
+    Supervisor,
+    WorkerFailedError,
+    worker_command,
+)
 
 CONFIG = WorkerConfig(model="/none", frontend_address="ipc:///none")
 WAITS = "import signal; signal.pause()"
@@ -36,22 +42,31 @@ class Roster:
         self._says_hello = says_hello
         self.pids: list[int] = []  # in order of their first look
         self.exited: list[int] = []
+        self.silent: set[int] = set()
+        self.num_looks = 0
+        self._num_heard = 0
 
     def is_present(self, pid: int) -> bool:
         if pid not in self.pids:
             self.pids.append(pid)
         return self._says_hello(self.pids.index(pid))
 
+    def num_heard(self, pid: int) -> int | None:
+        self.num_looks += 1
+        self._num_heard += pid not in self.silent
+        return self._num_heard
+
     def worker_exited(self, pid: int) -> None:
         self.exited.append(pid)
 
 
-def supervisor(roster: Roster, script: str) -> Supervisor:
+def supervisor(roster: Roster, script: str, look_s: float = 60.0) -> Supervisor:
     return Supervisor(
         CONFIG,
         roster,
         command=lambda told: [sys.executable, "-S", "-c", script],
         first_delay_s=0.001,
+        look_s=look_s,
     )
 
 
@@ -81,6 +96,37 @@ async def test_a_worker_that_said_hello_is_replaced_when_it_dies() -> None:
     await running
     assert not is_alive(second)
     assert second in roster.exited
+
+
+async def test_a_worker_that_falls_silent_is_killed_and_replaced() -> None:
+    roster = Roster()
+    watched = supervisor(roster, WAITS, look_s=0.001)
+    running = asyncio.create_task(watched.run())
+    await watched.ready.wait()
+    first = watched.pid
+    assert first is not None
+    roster.silent.add(first)
+    while len(roster.pids) < 2:
+        await asyncio.sleep(0)
+    assert first in roster.exited
+    assert not is_alive(first)
+    second = watched.pid
+    assert second is not None
+    await watched.stop()
+    await running
+
+
+async def test_a_worker_that_is_heard_lives_on() -> None:
+    roster = Roster()
+    watched = supervisor(roster, WAITS, look_s=0.001)
+    running = asyncio.create_task(watched.run())
+    await watched.ready.wait()
+    while roster.num_looks < 10 * MAX_SILENT_LOOKS:
+        await asyncio.sleep(0)
+    assert watched.num_restarts == 0
+    assert roster.exited == []
+    await watched.stop()
+    await running
 
 
 async def test_deaths_before_the_hello_end_in_an_error() -> None:
