@@ -37,7 +37,7 @@ def tokenizer(default_model: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def ids(tokenizer: Tokenizer) -> list[int]:
-    found: list[int] = tokenizer.encode(oracle.prose(3000)).ids[:384]
+    found: list[int] = tokenizer.encode(oracle.prose(3000)).ids[:256]
     return found
 
 
@@ -68,9 +68,9 @@ def test_rounded_weights_stay_close(llama: Any, rounded: Any, ids: list[int]) ->
     assert oracle.divergence(expected, oracle.log_probs(rounded, ids[:128])) < 0.005
 
 
-def test_selection_of_a_sixth_of_the_context_costs_little(rounded: Any, ids: list[int]) -> None:
+def test_selection_of_a_fifth_of_the_context_costs_little(rounded: Any, ids: list[int]) -> None:
     dense = oracle.perplexity(rounded, ids)
-    oracle.set_topk(rounded, 64)
+    oracle.set_topk(rounded, 48)
     selected = oracle.perplexity(rounded, ids)
     oracle.set_topk(rounded, 512)
     assert selected < 1.2 * dense
