@@ -17,9 +17,23 @@ _CUDA_SHARE = 0.85
 @dataclass(frozen=True, slots=True)
 class Capacity:
     page_size: int
-    num_pages: int
+    num_pages: int  # physical, of one rank
+    num_shards: int  # ranks that hold a share of the KV each; 1: every rank holds the whole
     context_length: int  # prompt and output tokens of one request
     chunk_size: int
+
+    @property
+    def logical_pages(self) -> int:
+        return self.num_pages * self.num_shards
+
+    @property
+    def logical_tokens(self) -> int:
+        return self.logical_pages * self.page_size
+
+    @property
+    def physical_tokens(self) -> int:
+        """Of one rank."""
+        return self.num_pages * self.page_size
 
 
 class CapacityError(ValueError):
@@ -31,17 +45,16 @@ def plan_capacity(
 ) -> Capacity:
     """Raises CapacityError naming the option, the value and what would be accepted."""
     page_size = 64 if config.page_size is None else config.page_size
-    if model.geometry.index_layers and page_size != 64:
-        raise CapacityError(
-            f"--page-size {page_size}: models with a lightning indexer need a page size of 64"
-        )
+    num_shards = config.cp_size if config.shards_kv else 1
     if config.max_total_tokens is not None:
         num_pages = config.max_total_tokens // page_size
     else:
-        num_pages = _free_bytes(device) // (bytes_per_token * page_size)
+        # The ranks of a CPU group share one machine's memory; each GPU has its own.
+        num_sharing = config.cp_size if device.type == "cpu" else 1
+        num_pages = _free_bytes(device) // (bytes_per_token * page_size * num_sharing)
         # More than every running request at full length can use is waste.
         most = -(-model.context_length // page_size) * config.max_running_requests
-        num_pages = min(num_pages, most)
+        num_pages = min(num_pages, -(-most // num_shards))
     if num_pages < 2:
         raise CapacityError(
             f"--max-total-tokens {config.max_total_tokens}: the KV pool would hold {num_pages} "
@@ -51,7 +64,8 @@ def plan_capacity(
     return Capacity(
         page_size=page_size,
         num_pages=num_pages,
-        context_length=min(model.context_length, num_pages * page_size),
+        num_shards=num_shards,
+        context_length=min(model.context_length, num_pages * num_shards * page_size),
         chunk_size=chunk if chunk is not None else (8192 if device.type == "cuda" else 128),
     )
 

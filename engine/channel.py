@@ -1,7 +1,8 @@
-"""Typed ZeroMQ sockets between a front end and its workers.
+"""Typed ZeroMQ sockets: between a front end and its workers, and between a group's ranks.
 
 Owns framing, limits and counting of malformed messages. Knows no request state. The front end binds
-a ROUTER; each worker connects a DEALER whose identity is its instance id.
+a ROUTER; each worker connects a DEALER whose identity is its instance id. A group's leader has a
+one-way pipe to each other rank and one that all of them report into.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Generic, TypeVar
 import msgspec
 import zmq
 
-from engine.messages import ToFrontend, ToWorker
+from engine.messages import ToFrontend, ToLeader, ToRank, ToWorker
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
@@ -139,3 +140,47 @@ class FrontendChannel:
         for sock in (self._sock, self._outbox_in, self._outbox_out):
             sock.close()
         self._context.term()
+
+
+class Pipe(Generic[T]):
+    """One end of a one-way pipe of messages of one union. Belongs to the thread that made it."""
+
+    def __init__(self, union: object, address: str, kind: int, *, binds: bool) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sock = _open(self._context, kind)
+        self._codec: _Codec[T] = _Codec(union)
+        if binds:
+            self._sock.bind(address)
+        else:
+            self._sock.connect(address)
+        self.num_malformed = 0
+
+    def encode(self, message: T) -> bytes:
+        return self._codec.encode(message)
+
+    def send(self, message: T | bytes) -> None:
+        """A message, or one that `encode` gave."""
+        self._sock.send(message if isinstance(message, bytes) else self._codec.encode(message))
+
+    def receive(self, timeout_s: float) -> T | None:
+        """The next message; None when none came in time."""
+        if not self._sock.poll(int(timeout_s * 1000)):
+            return None
+        message = self._codec.decode(self._sock.recv())
+        if message is None:
+            self.num_malformed += 1
+        return message
+
+    def close(self) -> None:
+        self._sock.close()
+        self._context.term()
+
+
+def plans_pipe(address: str, *, is_leader: bool) -> Pipe[ToRank]:
+    """Leader to one rank; the leader binds and sends."""
+    return Pipe(ToRank, address, zmq.PUSH if is_leader else zmq.PULL, binds=is_leader)
+
+
+def reports_pipe(address: str, *, is_leader: bool) -> Pipe[ToLeader]:
+    """All ranks to the leader, which binds and receives."""
+    return Pipe(ToLeader, address, zmq.PULL if is_leader else zmq.PUSH, binds=is_leader)

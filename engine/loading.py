@@ -1,4 +1,4 @@
-"""From a WorkerConfig to an engine that is ready to step: model, pool, scheduler, runner."""
+"""From a WorkerConfig to an engine that is ready to step: weights, pool, ranks, scheduler."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ import os
 from dataclasses import dataclass
 
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from engine.attention.group import GroupAttention
 from engine.attention.paged import PagedAttention
 from engine.capacity import Capacity, plan_capacity
 from engine.config import WorkerConfig
+from engine.engine import Engine, Rank
+from engine.messages import Setup
 from engine.model.base import Model
-from engine.model.registry import load_model, resolve_dtype
+from engine.model.config import load_config
+from engine.model.registry import ARCHITECTURES, load_model, resolve_dtype
+from engine.parallel.group import Group
 from engine.parallel.mesh import Mesh
+from engine.rules import check_rules
 from engine.runner import Runner
 from engine.scheduler.scheduler import Scheduler
 from kernels.cpu import threads
@@ -24,57 +31,97 @@ from kvcache.prefix_cache import PrefixCache
 
 log = logging.getLogger("plait.loading")
 
+_HOST = "127.0.0.1"  # the ranks of a group are on one host
+_BLOCK_TOKENS = {"cpu": 8192, "cuda": 32768}  # see docs/architecture.md on streamed reading
+
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class Weights:
     model: Model
-    capacity: Capacity
-    scheduler: Scheduler
-    runner: Runner
+    device: torch.device
+    kv_dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.model.geometry.elements_per_token * self.kv_dtype.itemsize
 
 
 def load_engine(config: WorkerConfig) -> Engine:
-    """Load the model and lay out its pool. Raises ConfigError, WeightError, CapacityError or
-    ValueError, each naming what was wrong and what would be accepted."""
-    device = _resolve_device(config.device)
-    if device.type == "cpu":
-        threads.configure(len(os.sched_getaffinity(0)))
+    """Start the group and load the model. Raises RuleError, ConfigError, WeightError, CapacityError
+    or ValueError, each naming what was wrong and what would be accepted; no rank is left behind."""
+    model_config = load_config(config.model, ARCHITECTURES, config.context_length)
+    check_rules(config, model_config, _resolve_device(config.device))
+    group = Group(config)
+    try:
+        weights = load_weights(config, 0)
+        capacity = plan_capacity(config, weights.model, weights.device, weights.bytes_per_token)
+        store = TCPStore(_HOST, 0, config.cp_size, is_master=True, wait_for_workers=False)
+        setup = Setup(
+            store_port=store.port,
+            page_size=capacity.page_size,
+            num_pages=capacity.num_pages,
+            context_length=capacity.context_length,
+        )
+        group.setup(setup)
+        leader = build_rank(config, 0, weights, setup, store)
+        group.wait_ready()
+    except BaseException:
+        group.kill()
+        raise
+    _log_capacity(config, weights, capacity)
+    scheduler = _build_scheduler(config, capacity, weights.model)
+    return Engine(weights.model.vocab_size, capacity, scheduler, leader, group)
+
+
+def load_weights(config: WorkerConfig, rank: int) -> Weights:
+    """This rank's copy of the model."""
+    device = _resolve_device(config.device, rank)
     dtype = resolve_dtype(config.dtype, device)
     if device.type == "cpu":
+        threads.configure(max(1, len(os.sched_getaffinity(0)) // config.cp_size))
         warm_up((dtype,))
     model = load_model(config.model, device, dtype, config.context_length)
     # Activations and KV rows are float32 on a CPU, whatever the weights are (docs/adr/0003).
-    kv_dtype = torch.float32 if device.type == "cpu" else dtype
-    bytes_per_token = model.geometry.elements_per_token * kv_dtype.itemsize
-    capacity = plan_capacity(config, model, device, bytes_per_token)
-    pool = KVPool.create(model.geometry, capacity.page_size, capacity.num_pages, kv_dtype, device)
-    log.info(
-        "%s on %s: weights %s, KV %s, %d tokens in %d pages of %d (%.2f GiB), context %d",
-        config.model,
+    return Weights(model, device, torch.float32 if device.type == "cpu" else dtype)
+
+
+def build_rank(
+    config: WorkerConfig, rank: int, weights: Weights, setup: Setup, store: TCPStore | None = None
+) -> Rank:
+    """Join the other ranks, who all call this at the same time, and lay out this rank's pool."""
+    device, model = weights.device, weights.model
+    if store is None:
+        store = TCPStore(_HOST, setup.store_port, config.cp_size, is_master=False)
+    mesh = Mesh(rank, config.cp_size, device, store)
+    pool = KVPool.create(
+        model.geometry,
+        setup.page_size,
+        setup.num_pages,
+        weights.kv_dtype,
         device,
-        dtype,
-        kv_dtype,
-        pool.logical_tokens,
-        pool.logical_pages,
-        capacity.page_size,
-        pool.num_bytes / 2**30,
-        capacity.context_length,
+        cp_size=config.cp_size if config.shards_kv else 1,
+        cp_rank=rank if config.shards_kv else 0,
     )
-    attention = PagedAttention(pool)
+    attention: PagedAttention | GroupAttention
+    if config.cp_size == 1:
+        attention = PagedAttention(pool)
+    else:
+        block_tokens = config.cp_stream_block_tokens or _BLOCK_TOKENS[device.type]
+        attention = GroupAttention(pool, mesh, min(block_tokens, setup.context_length))
     runner = Runner(
         model,
-        lambda batch, share: attention.begin(batch),
-        Mesh(0, 1, device),
-        "in-seq-split",
-        page_size=capacity.page_size,
+        attention.begin,
+        mesh,
+        config.cp_mode,
+        page_size=setup.page_size,
         max_running=config.max_running_requests,
-        max_pages=-(-capacity.context_length // capacity.page_size),
+        max_pages=-(-setup.context_length // setup.page_size),
     )
-    return Engine(model, capacity, _scheduler(config, capacity, model), runner)
+    return Rank(runner, mesh, attention.workspace_bytes)
 
 
-def _scheduler(config: WorkerConfig, capacity: Capacity, model: Model) -> Scheduler:
-    allocator = CPSharedPagedAllocator(capacity.num_pages, capacity.page_size)
+def _build_scheduler(config: WorkerConfig, capacity: Capacity, model: Model) -> Scheduler:
+    allocator = CPSharedPagedAllocator(capacity.num_pages, capacity.page_size, capacity.num_shards)
     return Scheduler(
         PrefixCache(allocator),
         page_size=capacity.page_size,
@@ -85,12 +132,36 @@ def _scheduler(config: WorkerConfig, capacity: Capacity, model: Model) -> Schedu
     )
 
 
-def _resolve_device(name: str) -> torch.device:
+def _log_capacity(config: WorkerConfig, weights: Weights, capacity: Capacity) -> None:
+    if config.shards_kv:
+        log.info(
+            "CP shared KV enabled. physical_tokens_per_rank=%d, logical_tokens=%d, cp_size=%d, "
+            "shard_policy=page_interleaved",
+            capacity.physical_tokens,
+            capacity.logical_tokens,
+            config.cp_size,
+        )
+    log.info(
+        "%s on %s: KV %s, %d tokens in %d pages of %d (%.2f GiB a rank), context %d",
+        config.model,
+        weights.device,
+        weights.kv_dtype,
+        capacity.logical_tokens,
+        capacity.logical_pages,
+        capacity.page_size,
+        capacity.physical_tokens * weights.bytes_per_token / 2**30,
+        capacity.context_length,
+    )
+
+
+def _resolve_device(name: str, rank: int = 0) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: torch {torch.__version__} finds no CUDA device")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device {name}: accepted are auto, cpu, cuda and cuda:N")
-    return device
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: torch {torch.__version__} finds no CUDA device")
+    return torch.device("cuda", (device.index or 0) + rank)

@@ -1,9 +1,11 @@
-"""The messages between front end and worker: tagged msgspec structs, nothing else on the wire."""
+"""The messages between front end and worker, and between a group's leader and its other ranks:
+tagged msgspec structs, nothing else on the wire."""
 
 from __future__ import annotations
 
 import msgspec
 
+from engine.plan import StepPlan
 from engine.types import Load, MetricFamily, Request, TokenOut
 
 
@@ -60,3 +62,54 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
 
 
 ToFrontend = Hello | Outputs | Heartbeat | Goodbye
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
+    """To each rank once: what the leader settled for all, and where they meet."""
+
+    store_port: int  # of the rendezvous on the leader's host
+    page_size: int
+    num_pages: int  # physical, of each rank
+    context_length: int
+
+
+class RunStep(msgspec.Struct, frozen=True, tag="run"):
+    """Execute a plan and report."""
+
+    plan: StepPlan
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End with exit code 0."""
+
+
+ToRank = Setup | RunStep | Stop
+
+
+class RankReady(msgspec.Struct, frozen=True, tag="ready"):
+    rank: int
+
+
+class RankBeat(msgspec.Struct, frozen=True, tag="beat"):
+    """Twice a second, also during a long step."""
+
+    rank: int
+
+
+class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """One from every rank for every step, whether or not it had tokens to compute."""
+
+    rank: int
+    step: int
+    gathered_bytes: int  # received from other ranks, since the start
+    gather_wait_s: float  # waited for them, since the start
+
+
+class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The rank cannot go on and ends. Its group ends with it."""
+
+    rank: int
+    error: str
+
+
+ToLeader = RankReady | RankBeat | StepDone | RankFailed

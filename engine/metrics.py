@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from engine.capacity import Capacity
+from engine.engine import Engine
 from engine.plan import StepResult
 from engine.types import Load, MetricFamily, MetricSample
 
@@ -38,12 +38,11 @@ class WorkerMetrics:
             self._step_seconds.labels(phase).observe(seconds)
         self._step_requests.observe(num_requests)
 
-    def families(
-        self, load: Load, counts: Mapping[str, int], capacity: Capacity, num_malformed: int
-    ) -> list[MetricFamily]:
+    def families(self, engine: Engine, *, num_malformed: int) -> list[MetricFamily]:
         """Everything, cumulative since the process began."""
-        metrics = [*self._registry.collect(), *_from_scheduler(load, counts)]
-        metrics += _from_pool(load, capacity)
+        load = engine.scheduler.load
+        metrics = [*self._registry.collect(), *_from_scheduler(load, engine.scheduler.counts)]
+        metrics += [*_from_pool(load, engine), *_from_group(engine)]
         malformed = CounterMetricFamily(
             "plait_malformed_messages", "Messages dropped by the worker's channel"
         )
@@ -75,22 +74,54 @@ def _from_scheduler(load: Load, counts: Mapping[str, int]) -> Iterator[Metric]:
         yield GaugeMetricFamily(name, text, value=value)
 
 
-def _from_pool(load: Load, capacity: Capacity) -> Iterator[Metric]:
+def _from_pool(load: Load, engine: Engine) -> Iterator[Metric]:
+    capacity = engine.capacity
     pages = GaugeMetricFamily("plait_pool_pages", "KV pages by state", labels=["state"])
     cached = load.evictable_pages + load.locked_pages
     for state, value in (
         ("free", load.free_pages),
         ("evictable", load.evictable_pages),
         ("locked", load.locked_pages),
-        ("held", capacity.num_pages - load.free_pages - cached),
+        ("held", capacity.logical_pages - load.free_pages - cached),
     ):
         pages.add_metric([state], value)
     yield pages
-    yield GaugeMetricFamily(
-        "plait_pool_tokens",
-        "Tokens that the KV pool holds",
-        value=capacity.num_pages * capacity.page_size,
+    tokens = GaugeMetricFamily(
+        "plait_pool_tokens", "Tokens that the KV pool holds", labels=["kind"]
     )
+    tokens.add_metric(["logical"], capacity.logical_tokens)
+    tokens.add_metric(["physical"], capacity.physical_tokens)  # of one rank
+    yield tokens
+    owned = GaugeMetricFamily(
+        "plait_pool_used_pages", "KV pages in use, by the rank that owns them", labels=["rank"]
+    )
+    for rank, used in enumerate(engine.scheduler.used_pages_by_lane):
+        owned.add_metric([str(rank)], used)
+    yield owned
+
+
+def _from_group(engine: Engine) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "plait_cp_size", "Ranks of the context-parallel group", value=engine.group.size
+    )
+    yield GaugeMetricFamily(
+        "plait_cp_stream_workspace_bytes",
+        "Workspace of the streamed reads on one rank",
+        value=engine.leader.stream_workspace_bytes,
+    )
+    gathered = CounterMetricFamily(
+        "plait_cp_gathered_bytes", "Bytes received from other ranks", labels=["rank"]
+    )
+    waited = CounterMetricFamily(
+        "plait_cp_gather_wait_seconds", "Time spent waiting for gathers", labels=["rank"]
+    )
+    mesh = engine.leader.mesh
+    ranks = [(0, mesh.gathered_bytes, mesh.wait_s)]
+    ranks += [(r.rank, r.gathered_bytes, r.gather_wait_s) for r in engine.reports]
+    for rank, num_bytes, wait_s in sorted(ranks):
+        gathered.add_metric([str(rank)], num_bytes)
+        waited.add_metric([str(rank)], wait_s)
+    yield from (gathered, waited)
 
 
 def _plain(metrics: Iterable[Metric]) -> Iterator[MetricFamily]:

@@ -64,6 +64,8 @@ class Runner:
             self._states.pop(req_index, None)
         for start in plan.starts:
             self._page_table[start.req_index] = 0
+            if self._mesh.rank != 0:
+                continue
             self._states[start.req_index] = SamplingState.new(
                 start.sampling,
                 start.prompt_ids,

@@ -20,7 +20,8 @@ import msgspec
 
 from engine.channel import WorkerChannel
 from engine.config import WorkerConfig
-from engine.loading import Engine, load_engine
+from engine.engine import Engine
+from engine.loading import load_engine
 from engine.messages import Abort, Drain, Goodbye, Heartbeat, Hello, Outputs, Submit, ToWorker
 from engine.metrics import WorkerMetrics
 from engine.model.config import ConfigError
@@ -55,10 +56,10 @@ class Worker:
             role=config.role,
             pid=os.getpid(),
             model=config.model,
-            vocab_size=engine.model.vocab_size,
+            vocab_size=engine.vocab_size,
             context_length=engine.capacity.context_length,
             page_size=engine.capacity.page_size,
-            total_pages=engine.capacity.num_pages,
+            total_pages=engine.capacity.logical_pages,
         )
 
     def drain(self) -> None:
@@ -72,6 +73,7 @@ class Worker:
             heart.start()
             while self._turn():
                 pass
+            self._engine.close()
             self._channel.send(Goodbye())
             self._channel.close()
         log.info("worker ends")
@@ -93,8 +95,7 @@ class Worker:
             return True
         outs = self._step(plan)
         self._send(outs)
-        if self._scheduler.is_idle:
-            self._heartbeat_if_due(0.0)
+        self._heartbeat_if_due(0.0 if self._scheduler.is_idle else HEARTBEAT_S)
         return True
 
     def _handle(self, message: ToWorker) -> list[TokenOut]:
@@ -110,7 +111,7 @@ class Worker:
     def _step(self, plan: StepPlan) -> list[TokenOut]:
         self._lock.release()
         try:
-            result = self._engine.runner.execute(plan)
+            result = self._engine.execute(plan)
         except Exception as error:
             log.exception("step %d failed; its %d requests end", plan.step, len(plan.extends))
             result = None
@@ -132,7 +133,7 @@ class Worker:
             self._last_beat = now
             load = self._scheduler.load
             families = self._metrics.families(
-                load, self._scheduler.counts, self._engine.capacity, self._channel.num_malformed
+                self._engine, num_malformed=self._channel.num_malformed
             )
             self._channel.send(Heartbeat(load=load, metrics=families))
 

@@ -174,7 +174,7 @@ class GroupForward:
             for run, part in zip(self._runs, running, strict=True):
                 if run.req == req:
                     part.add(rows, begin)
-        out = q_pe.new_empty((len(q_pe), *w_uv.shape[:2]))
+        out = q_pe.new_zeros((len(q_pe), *w_uv.shape[:2]))  # also where no run is ours
         for run, part in zip(self._runs, running, strict=True):
             out[run.begin : run.end] = part.finish()
         return out
@@ -195,7 +195,7 @@ class GroupForward:
             for run, part in zip(self._runs, running, strict=True):
                 if run.req == req:
                     part.add(keys, values, begin)
-        out = torch.empty_like(q)
+        out = torch.zeros_like(q)
         for run, part in zip(self._runs, running, strict=True):
             out[run.begin : run.end] = part.finish()
         return out

@@ -43,7 +43,10 @@ class PagedAttention:
         self._pool = pool
         self._block_tokens = block_tokens
 
-    def begin(self, batch: ForwardBatch) -> PagedForward:
+    workspace_bytes = 0  # the pool is read in place
+
+    def begin(self, batch: ForwardBatch, share: object = None) -> PagedForward:
+        """`share` is not looked at: one rank computes the whole batch."""
         return PagedForward(self._pool, view_batch(batch, self._pool), self._block_tokens)
 
 

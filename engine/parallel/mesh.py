@@ -16,6 +16,8 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+# torch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _TIMEOUT = timedelta(minutes=10)  # a rank that died is noticed by the leader long before
 
 
@@ -60,7 +62,7 @@ class Mesh:
         own = own.contiguous()
         parts = own.new_empty((self.size, *own.shape))
         started = time.perf_counter()
-        dist.all_gather_into_tensor(parts.flatten(0, 1), own)
+        _all_gather(parts.flatten(0, 1), own)
         self.wait_s += time.perf_counter() - started
         self._count(own)
         return parts
@@ -70,13 +72,11 @@ class Mesh:
         stay as they are until the wait is over."""
         self._count(own)
         if self._stream is None:
-            work = dist.all_gather_into_tensor(
-                parts.flatten(0, 1), own, group=self._side, async_op=True
-            )
+            work = _all_gather(parts.flatten(0, 1), own, group=self._side, async_op=True)
             return _HostGather(self, work)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            dist.all_gather_into_tensor(parts.flatten(0, 1), own, group=self._side)
+            _all_gather(parts.flatten(0, 1), own, group=self._side)
             event = self._stream.record_event()
         return _StreamGather(event)
 

@@ -34,7 +34,8 @@ class Collector:
 
 
 class Share:
-    """What this rank computes of `batch`. With one rank: everything, in order."""
+    """What this rank computes of `batch`. With one rank: everything, in order. `token_ids` and
+    `positions` are the tokens of `runs`, or one token to be ignored where there are none."""
 
     def __init__(self, batch: ForwardBatch, mesh: Mesh, mode: str) -> None:
         self._mesh = mesh
@@ -45,13 +46,17 @@ class Share:
         dealt = deal(batch.lengths, mesh.size, mode)
         self.runs = dealt[mesh.rank]
         self._held = [[t for run in runs for t in run.tokens] for runs in dealt]
-        own = torch.tensor(self._held[mesh.rank], dtype=torch.int64, device=mesh.device)
+        # A rank without tokens computes one that nobody asks for: no kernel sees an empty batch.
+        mine = self._held[mesh.rank] or [0]
+        own = torch.tensor(mine, dtype=torch.int64, device=mesh.device)
         self.token_ids, self.positions = batch.token_ids[own], batch.positions[own]
         self._collect = Collector(mesh, self._held, sum(batch.lengths))
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a per-token tensor [T_own, ...] -> those of the batch, [T, ...]."""
-        return own if self._mesh.size == 1 else self._collect(own)
+        if self._mesh.size == 1:
+            return own
+        return self._collect(own[: len(self._held[self._mesh.rank])])
 
     def pick(self, own: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """The rows of the batch's `tokens` alone: [T_own, D] -> [len(tokens), D]."""

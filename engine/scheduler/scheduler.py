@@ -247,6 +247,11 @@ class Scheduler:
         return not self._reqs
 
     @property
+    def used_pages_by_lane(self) -> list[int]:
+        """Pages held or cached, by the rank that owns them."""
+        return self._cache.used_pages_by_lane()
+
+    @property
     def load(self) -> Load:
         return Load(
             num_running=len(self._running),

@@ -1,0 +1,171 @@
+"""The leader's hold on the other ranks of its group: their processes, their plans, their reports.
+
+The leader alone decides. A rank that dies, fails or falls silent takes the group down, loudly and
+within seconds: collectives that lost a member cannot be finished, and the launcher starts another
+group. Knows no requests and no tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from engine.channel import plans_pipe, reports_pipe
+from engine.config import RankConfig, WorkerConfig
+from engine.messages import (
+    RankBeat,
+    RankFailed,
+    RankReady,
+    RunStep,
+    Setup,
+    StepDone,
+    Stop,
+    ToLeader,
+)
+from engine.plan import StepPlan
+
+log = logging.getLogger("plait.group")
+
+GROUP_FAILED = 3  # exit code of a leader whose group has lost a rank
+BAD_OPTIONS = 2
+SILENCE_S = 6.0  # three heartbeats of two seconds: a rank that says nothing for so long is lost
+_POLL_S = 0.1
+
+
+class Group:
+    """Ranks 1 .. cp_size - 1 of a worker; with one rank, nobody. `setup` after the leader has
+    settled the capacity, then `begin` and `finish` around each of the leader's own steps."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.size = config.cp_size
+        self._folder = Path(tempfile.mkdtemp(prefix="plait-group-"))  # 0700
+        self._is_closing = False
+        self._done: queue.SimpleQueue[RankReady | StepDone] = queue.SimpleQueue()
+        self._last_heard: dict[int, float] = {}
+        reports = f"ipc://{self._folder}/reports"
+        self._plans = []
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        for rank in range(1, self.size):
+            address = f"ipc://{self._folder}/plans-{rank}"
+            self._plans.append(plans_pipe(address, is_leader=True))
+            rank_config = RankConfig(
+                worker=config,
+                rank=rank,
+                plans_address=address,
+                reports_address=reports,
+                leader_pid=os.getpid(),
+            )
+            self._processes[rank] = _spawn(rank_config)
+        if self._processes:
+            watch = threading.Thread(target=self._watch, args=(reports,), daemon=True)
+            watch.start()
+
+    def setup(self, message: Setup) -> None:
+        """Tell all ranks what was settled; they join the collectives from here on."""
+        self._send(message)
+
+    def wait_ready(self) -> None:
+        """Until every rank has reported that it is ready for plans."""
+        for _ in self._processes:
+            self._done.get()
+
+    def begin(self, plan: StepPlan) -> None:
+        self._send(RunStep(plan))
+
+    def finish(self, plan: StepPlan) -> list[StepDone]:
+        """Every other rank's report of this step."""
+        reports = [self._done.get() for _ in self._processes]
+        done = [r for r in reports if isinstance(r, StepDone) and r.step == plan.step]
+        if len({r.rank for r in done}) != len(self._processes):
+            self.fail(f"step {plan.step}: the ranks reported {reports}")
+        return done
+
+    def kill(self) -> None:
+        """End the ranks at once: the leader does not start."""
+        self._is_closing = True
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """End the ranks and wait for them."""
+        self._is_closing = True
+        self._send(Stop())
+        for process in self._processes.values():
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for pipe in self._plans:
+            pipe.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def fail(self, reason: str, exit_code: int = GROUP_FAILED) -> NoReturn:
+        """End the whole group now. Callable from any thread: the main one may be in a collective
+        that will never return."""
+        log.critical("the group of %d ranks ends: %s", self.size, reason)
+        for process in self._processes.values():
+            process.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        logging.shutdown()
+        os._exit(exit_code)
+
+    def _send(self, message: Setup | RunStep | Stop) -> None:
+        if self._plans:
+            frame = self._plans[0].encode(message)
+            for pipe in self._plans:
+                pipe.send(frame)
+
+    def _watch(self, address: str) -> None:
+        """The thread that reads reports and notices losses, whatever the main thread does."""
+        pipe = reports_pipe(address, is_leader=True)
+        while not self._is_closing:
+            report = pipe.receive(_POLL_S)
+            if report is not None:
+                self._take(report)
+            for rank, process in self._processes.items():
+                code = process.poll()
+                if code is not None and not self._is_closing:
+                    self.fail(_ending(rank, process.pid, code), _exit_code(code))
+            now = time.monotonic()
+            for rank, heard in self._last_heard.items():
+                if now - heard > SILENCE_S and not self._is_closing:
+                    self.fail(f"rank {rank} has said nothing for {SILENCE_S:.0f} s")
+        pipe.close()
+
+    def _take(self, report: ToLeader) -> None:
+        self._last_heard[report.rank] = time.monotonic()
+        match report:
+            case RankFailed(rank=rank, error=error):
+                self.fail(f"rank {rank} failed: {error}")
+            case RankReady() | StepDone():
+                self._done.put(report)
+            case RankBeat():
+                pass
+
+
+def _spawn(config: RankConfig) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "engine.parallel.rank", msgspec.json.encode(config).decode()]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+
+def _ending(rank: int, pid: int, code: int) -> str:
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return f"rank {rank} (pid {pid}) {how}"
+
+
+def _exit_code(code: int) -> int:
+    return BAD_OPTIONS if code == BAD_OPTIONS else GROUP_FAILED
