@@ -76,6 +76,11 @@ class PrefixCache:
         """Pages that belong to requests alone."""
         return self._allocator.held_pages - self._tree.num_pages
 
+    def used_pages_by_lane(self) -> list[int]:
+        """Pages that are not free, by lane: how evenly the ranks are filled."""
+        per_lane = self.total_pages // self._allocator.num_lanes
+        return [per_lane - free for free in self._allocator.available_by_lane()]
+
     @property
     def obtainable_pages(self) -> int:
         """What `alloc` is sure to get now, free or evictable: the smallest lane times the lanes."""

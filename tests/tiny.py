@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
     LlamaConfig,
@@ -13,8 +17,16 @@ from transformers import (
 )
 
 
-def save_dsa(folder: Path, *, vocab_size: int = 199, index_topk: int = 16, seed: int = 0) -> Path:
-    """DeepSeek-V3.2: two MoE layers after a dense one, selection from 17 tokens of context on."""
+def save_dsa(
+    folder: Path,
+    *,
+    vocab_size: int = 199,
+    index_topk: int = 16,
+    seed: int = 0,
+    head_scale: float = 1.0,
+) -> Path:
+    """DeepSeek-V3.2: two MoE layers after a dense one, selection from 17 tokens of context on.
+    `head_scale` multiplies the logits: without it all tokens are nearly equally likely."""
     torch.manual_seed(seed)
     config = DeepseekV32Config(
         vocab_size=vocab_size,
@@ -42,7 +54,50 @@ def save_dsa(folder: Path, *, vocab_size: int = 199, index_topk: int = 16, seed:
         bos_token_id=1,
         eos_token_id=2,
     )
-    DeepseekV32ForCausalLM(config).save_pretrained(folder)
+    model = DeepseekV32ForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight *= head_scale
+    model.save_pretrained(folder)
+    return folder
+
+
+def save_dsa_chat(folder: Path, tokenizer_of: Path) -> Path:
+    """`save_dsa` that speaks: the vocabulary, tokenizer and chat template of the model in
+    `tokenizer_of`. Its weights are float32; what it says is noise."""
+    vocab_size = json.loads((tokenizer_of / "config.json").read_text())["vocab_size"]
+    save_dsa(folder, vocab_size=vocab_size, head_scale=20.0)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tokenizer_of / name, folder)
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    (folder / "generation_config.json").write_text(json.dumps(ends))
+    return folder
+
+
+def save_mla(folder: Path, *, vocab_size: int = 199, seed: int = 0) -> Path:
+    """DeepSeek-V3: latent attention without an indexer."""
+    torch.manual_seed(seed)
+    config = DeepseekV3Config(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        max_position_embeddings=4096,
+    )
+    DeepseekV3ForCausalLM(config).save_pretrained(folder)
     return folder
 
 

@@ -8,54 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import WorkerConfig
-from engine.loading import Engine, load_engine
-from engine.types import Request, SamplingParams, TokenOut
+from tests.engine.client import Client
 from tests.tiny import save_dsa, save_llama
-
-
-class Client:
-    """What the clients of an engine see."""
-
-    def __init__(self, folder: Path, **options) -> None:
-        config = WorkerConfig(
-            model=str(folder), frontend_address="", device="cpu", dtype="float32", **options
-        )
-        self.engine: Engine = load_engine(config)
-        self.tokens: dict[str, list[int]] = {}
-        self.ends: dict[str, TokenOut] = {}
-        self.prompt_logprobs: dict[str, list] = {}
-
-    def submit(self, rid: str, prompt: list[int], **sampling) -> None:
-        sampling.setdefault("max_tokens", 12)
-        request = Request(rid=rid, token_ids=prompt, sampling=SamplingParams(**sampling))
-        self._see(self.engine.scheduler.submit(request, []))
-
-    def abort(self, rid: str) -> None:
-        self._see(self.engine.scheduler.abort(rid))
-
-    def step(self) -> bool:
-        scheduler = self.engine.scheduler
-        plan = scheduler.plan()
-        if plan is not None:
-            self._see(scheduler.update(plan, self.engine.runner.execute(plan)))
-        return plan is not None
-
-    def run(self) -> None:
-        while self.step():
-            pass
-        load = self.engine.scheduler.load
-        assert load.locked_pages == 0
-        assert load.free_pages + load.evictable_pages == self.engine.capacity.num_pages
-
-    def _see(self, outs: list[TokenOut]) -> None:
-        for out in outs:
-            assert out.finish_reason != "error", out.error
-            self.tokens.setdefault(out.rid, []).extend(out.ids)
-            if out.prompt_logprobs:
-                self.prompt_logprobs[out.rid] = out.prompt_logprobs
-            if out.finish_reason:
-                self.ends[out.rid] = out
 
 
 @pytest.fixture(scope="module", params=[save_dsa, save_llama], ids=["dsa", "llama"])
