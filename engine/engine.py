@@ -39,7 +39,7 @@ class Engine:
             result = self.leader.runner.execute(plan)
         except Exception as error:
             if self.group.size > 1:
-                self.group.fail(f"rank 0 failed: step {plan.step}: {error!r}")
+                self.group.fail_step(plan, error)
             raise
         self.reports = self.group.finish(plan)
         return result

@@ -41,6 +41,7 @@ GROUP_FAILED = 3  # exit code of a leader whose group has lost a rank
 BAD_OPTIONS = 2
 SILENCE_S = 6.0  # three heartbeats of two seconds: a rank that says nothing for so long is lost
 _POLL_S = 0.1
+_CAUSE_S = 2.0
 
 
 class Group:
@@ -113,12 +114,26 @@ class Group:
             pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def fail_step(self, plan: StepPlan, error: Exception) -> NoReturn:
+        """The leader's own part of a step failed. Where that was because another rank is gone, the
+        collective tells first, and a moment later the system tells which."""
+        deadline = time.monotonic() + _CAUSE_S
+        while time.monotonic() < deadline:
+            for rank, process in self._processes.items():
+                code = process.poll()
+                if code is not None:
+                    self.fail(_ending(rank, process.pid, code), _exit_code(code))
+            time.sleep(_POLL_S)
+        self.fail(f"rank 0 failed: step {plan.step}: {error!r}")
+
     def fail(self, reason: str, exit_code: int = GROUP_FAILED) -> NoReturn:
         """End the whole group now. Callable from any thread: the main one may be in a collective
         that will never return."""
         log.critical("the group of %d ranks ends: %s", self.size, reason)
         for process in self._processes.values():
             process.kill()
+        for process in self._processes.values():
+            process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
         logging.shutdown()
         os._exit(exit_code)
