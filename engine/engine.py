@@ -25,6 +25,7 @@ class Rank:
 @dataclass(slots=True)
 class Engine:
     vocab_size: int
+    bytes_per_token: int  # of KV, over all layers
     capacity: Capacity
     scheduler: Scheduler
     leader: Rank

@@ -70,7 +70,9 @@ def load_engine(config: WorkerConfig) -> Engine:
         raise
     _log_capacity(config, weights, capacity)
     scheduler = _build_scheduler(config, capacity, weights.model)
-    return Engine(weights.model.vocab_size, capacity, scheduler, leader, group)
+    return Engine(
+        weights.model.vocab_size, weights.bytes_per_token, capacity, scheduler, leader, group
+    )
 
 
 def load_weights(config: WorkerConfig, rank: int) -> Weights:

@@ -15,7 +15,7 @@ from typing import Final, get_args
 import torch
 
 from engine.attention.base import Selection
-from engine.attention.mla import MlaQueries, MlaRun
+from engine.attention.mla import ChosenMlaRun, MlaQueries, MlaRun, reads_chosen
 from engine.attention.running import GqaRun, Positions, RunningTopK
 from engine.batch import ForwardBatch
 from engine.parallel.mesh import Gathered, Mesh
@@ -162,12 +162,7 @@ class GroupForward:
         queries = MlaQueries(q_nope, q_pe, w_uk, w_uv, scale)
         chosen = selection.positions if isinstance(selection, GroupTopK) else ()
         running = [
-            MlaRun(
-                queries.slice(run.begin, run.end),
-                run.at,
-                chosen[i] if chosen else None,
-                self._most_keys,
-            )
+            self._mla_run(queries.slice(run.begin, run.end), run.at, chosen[i] if chosen else None)
             for i, run in enumerate(self._runs)
         ]
         for req, begin, rows in self._context("latent", layer, chunk):
@@ -178,6 +173,13 @@ class GroupForward:
         for run, part in zip(self._runs, running, strict=True):
             out[run.begin : run.end] = part.finish()
         return out
+
+    def _mla_run(
+        self, queries: MlaQueries, at: Positions, chosen: torch.Tensor | None
+    ) -> MlaRun | ChosenMlaRun:
+        if chosen is not None and reads_chosen(chosen, at.last + 1):
+            return ChosenMlaRun(queries, chosen)
+        return MlaRun(queries, at, chosen, self._most_keys)
 
     def gqa(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float

@@ -4,11 +4,14 @@ heads read the latent row itself) or expanded to keys and values by head, whiche
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 
-from engine.attention.running import Positions, RunningAttention
-from kernels.attention import values_of
+from engine.attention.running import Positions, RunningAttention, workspace_bytes
+from kernels.attention import Partial, attend, merge, values_of
+
+_GATHER_RATIO: Final = 4  # context to top-k
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,11 @@ class MlaQueries:
         return torch.cat((k_nope, shared), dim=-1), v
 
 
+def reads_chosen(chosen: torch.Tensor, context: int) -> bool:
+    """Whether reading only the chosen rows, query by query, beats masking all the scores."""
+    return context > _GATHER_RATIO * chosen.shape[1]
+
+
 class MlaRun:
     """One run of queries over cache rows; `add` each part of its context, then `finish`."""
 
@@ -101,3 +109,45 @@ class MlaRun:
             return out.transpose(0, 1)  # [H, T, V] -> [T, H, V]
         num_heads = self._queries.q_pe.shape[1]
         return values_of(out.view(-1, num_heads, out.shape[-1]), self._queries.w_uv)
+
+
+class ChosenMlaRun:
+    """The same for a selection much smaller than the context: of each part, only the rows that a
+    query has chosen are read."""
+
+    def __init__(self, queries: MlaQueries, chosen: torch.Tensor) -> None:
+        self._queries = queries
+        self._q = queries.absorbed()  # [num_queries, H, R]
+        # Positions ascend; behind the chosen they are beyond every part.
+        self._chosen = chosen.masked_fill(chosen < 0, torch.iinfo(chosen.dtype).max)
+        self._parts: Partial | None = None
+
+    def add(self, rows: torch.Tensor, begin: int) -> None:
+        """Cache rows [L, latent | rope] of the positions begin, begin + 1, ..."""
+        first = (self._chosen < begin).sum(-1)
+        counts = (self._chosen < begin + len(rows)).sum(-1) - first
+        width = int(counts.max())
+        if width == 0:
+            return
+        inside = torch.arange(width, device=rows.device)
+        columns = (first.unsqueeze(1) + inside).clamp_max(self._chosen.shape[1] - 1)
+        allowed = inside < counts.unsqueeze(1)  # [num_queries, width]
+        at = (self._chosen.gather(1, columns) - begin).masked_fill_(~allowed, 0)
+        step = max(1, workspace_bytes(rows.device) // (width * rows.shape[1] * 4))
+        parts = [
+            self._attend(self._q[a : a + step], rows[at[a : a + step]], allowed[a : a + step])
+            for a in range(0, len(at), step)
+        ]
+        part = Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+        self._parts = merge(self._parts, part)
+
+    def _attend(self, q: torch.Tensor, own: torch.Tensor, allowed: torch.Tensor) -> Partial:
+        """q [n, H, R], own [n, width, D], allowed [n, width]"""
+        keys = own[..., own.shape[-1] - q.shape[-1] :]
+        latent = own[..., : self._queries.latent_dim]
+        return attend(q, keys, latent, allowed.unsqueeze(1), self._queries.scale)
+
+    def finish(self) -> torch.Tensor:
+        """[num_queries, num_heads, v_head_dim]"""
+        assert self._parts is not None, "every query sees itself at least"
+        return values_of(self._parts.out, self._queries.w_uv)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from engine.attention.base import Selection
 from engine.attention.mla import MlaQueries
-from engine.attention.running import WORKSPACE_BYTES
+from engine.attention.running import workspace_bytes
 from engine.attention.stream import BLOCK_TOKENS, select_topk, stream_gqa, stream_mla
 from engine.attention.view import BatchView, Decodes, view_batch
 from engine.batch import ForwardBatch
@@ -191,7 +191,7 @@ def _slices(
     """(a, b, rows, counts) of the decodes [a, b): as many at once as the workspace takes, each
     slice no wider than its own longest context."""
     num, width = rows.shape
-    step = max(1, WORKSPACE_BYTES // (width * row_bytes))
+    step = max(1, workspace_bytes(rows.device) // (width * row_bytes))
     if step >= num:
         return [(0, num, rows, counts)]
     out = []

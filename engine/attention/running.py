@@ -18,8 +18,13 @@ from kernels.attention import Partial, attend, causal, merge
 from kernels.index_logits import index_logits
 from kernels.topk import exact_topk
 
-WORKSPACE_BYTES: Final = 16 << 20  # of scores or gathered rows, at a time
+_WORKSPACE_BYTES: Final = {"cpu": 16 << 20, "cuda": 1 << 30}
 _SLICE_QUERIES: Final = 128  # small enough that causal work above the diagonal is skipped
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """Of scores or gathered rows, at a time: what stays in a CPU's cache, or fills a GPU."""
+    return _WORKSPACE_BYTES[device.type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +39,9 @@ class Positions:
     def last(self) -> int:
         return self.start + (self.num - 1) * self.stride
 
-    def slices(self, scores_per_query: int) -> list[tuple[int, int]]:
+    def slices(self, scores_per_query: int, device: torch.device) -> list[tuple[int, int]]:
         """Queries [a, b) whose float32 scores stay within the workspace together."""
-        step = min(_SLICE_QUERIES, max(1, WORKSPACE_BYTES // (4 * scores_per_query)))
+        step = min(_SLICE_QUERIES, max(1, workspace_bytes(device) // (4 * scores_per_query)))
         return [(a, min(a + step, self.num)) for a in range(0, self.num, step)]
 
     def visible(self, b: int, begin: int, num_keys: int) -> int:
@@ -71,7 +76,7 @@ class RunningAttention:
         self._at = at
         self._chosen = chosen
         self._scale = scale
-        self._slices = at.slices(q.shape[0] * heads * most_keys)
+        self._slices = at.slices(q.shape[0] * heads * most_keys, q.device)
         self._parts: list[Partial | None] = [None] * len(self._slices)
 
     def add(self, k: torch.Tensor, v: torch.Tensor, begin: int) -> None:
@@ -136,7 +141,7 @@ class RunningTopK:
         self._weights = weights
         self._at = at
         self._topk = topk
-        self._slices = at.slices(q.shape[1] * most_keys)
+        self._slices = at.slices(q.shape[1] * most_keys, q.device)
         # (scores, positions) of each slice's best so far, in ascending position
         self._best: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(self._slices)
 

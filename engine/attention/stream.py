@@ -8,15 +8,12 @@ from typing import Final, TypeAlias
 
 import torch
 
-from engine.attention.mla import MlaQueries, MlaRun
-from engine.attention.running import WORKSPACE_BYTES, GqaRun, Positions, RunningTopK
+from engine.attention.mla import MlaQueries, MlaRun, reads_chosen
+from engine.attention.running import GqaRun, Positions, RunningTopK, workspace_bytes
 from engine.attention.view import Prefill
 from kernels.attention import mla_rows
 
 BLOCK_TOKENS: Final = 8192  # keys read at a time
-# Beyond this many times topk, reading only the chosen rows beats masking all the scores.
-_GATHER_RATIO: Final = 4
-
 Rows: TypeAlias = torch.Tensor | slice
 
 
@@ -27,7 +24,7 @@ def stream_mla(
     chosen: torch.Tensor | None,  # int64 [num_queries, K]: see RunningTopK; None: dense
     block_tokens: int,
 ) -> torch.Tensor:  # [num_queries, num_heads, v_head_dim]
-    if chosen is not None and prefill.context > _GATHER_RATIO * chosen.shape[1]:
+    if chosen is not None and reads_chosen(chosen, prefill.context):
         return _gather_mla(queries, prefill, cache, chosen)
     run = MlaRun(queries, _positions(prefill), chosen, min(block_tokens, prefill.context))
     for begin, rows in _spans(prefill, block_tokens):
@@ -42,7 +39,7 @@ def _gather_mla(
     counts = (chosen >= 0).sum(-1)
     at = chosen.clamp_min(0)
     rows = prefill.rows.start + at if isinstance(prefill.rows, slice) else prefill.rows[at]
-    step = max(1, WORKSPACE_BYTES // (chosen.shape[1] * cache.shape[1] * 4))
+    step = max(1, workspace_bytes(cache.device) // (chosen.shape[1] * cache.shape[1] * 4))
     q = queries.absorbed()
     parts = []
     for a in range(0, len(q), step):
