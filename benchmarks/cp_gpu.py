@@ -119,7 +119,10 @@ def prefill(runner: Runner, context: int, num_pages: int) -> tuple[float, TokenL
             samples=end == context,
         )
         plan = StepPlan(
-            step=step, finished=[0], starts=[start] if at == 0 else [], extends=[extend]
+            step=step,
+            finished=[0] if at == 0 else [],
+            starts=[start] if at == 0 else [],
+            extends=[extend],
         )
         result = runner.execute(plan)
         if result.sampled and result.sampled[0].logprob is not None:
