@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.served import Served, serving
 
 # Before torch is loaded: the models here are small, and threads that spin for more of it would only
 # disturb the processes that the tests start.
@@ -24,3 +27,20 @@ def default_model() -> Path:
 
         ensure_default_model()
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_dsa(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random DeepSeek-V3.2 of a few layers that has the default model's tokenizer."""
+    from tests.tiny import save_dsa_chat
+
+    return save_dsa_chat(tmp_path_factory.mktemp("models") / "tiny", default_model)
+
+
+@pytest.fixture(scope="session")
+def served(tiny_dsa: Path) -> Iterator[Served]:
+    """A real server of `tiny_dsa` whose KV pool is too small for a crowd."""
+    with serving(tiny_dsa, "--max-total-tokens", "1024") as running:
+        running.wait_ready()
+        yield running
+        running.stop()

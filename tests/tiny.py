@@ -65,7 +65,7 @@ def save_dsa_chat(folder: Path, tokenizer_of: Path) -> Path:
     """`save_dsa` that speaks: the vocabulary, tokenizer and chat template of the model in
     `tokenizer_of`. Its weights are float32; what it says is noise."""
     vocab_size = json.loads((tokenizer_of / "config.json").read_text())["vocab_size"]
-    save_dsa(folder, vocab_size=vocab_size, head_scale=20.0)
+    save_dsa(folder, vocab_size=vocab_size, head_scale=60.0)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer_of / name, folder)
     ends = {"bos_token_id": 1, "eos_token_id": 2}

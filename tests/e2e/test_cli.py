@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import queue
 import re
 import shlex
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import httpx
 import psutil
@@ -22,13 +17,11 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from tests.served import LINE_TIMEOUT_S, PLAIT, READY, serving
 from tests.tiny import save_llama
 
 pytestmark = pytest.mark.e2e
 
-PLAIT = [sys.executable, "-m", "server"]
-LINE_TIMEOUT_S = 180.0  # only reached when something hangs
-READY = re.compile(r"is ready \(pid (\d+)\)")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
@@ -45,79 +38,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     return folder
-
-
-class Served:
-    """A running `plait serve`; `wait_for` reads its output, both streams together."""
-
-    def __init__(self, model: Path, *flags: str) -> None:
-        argv = ["--model", str(model), "--port", "0", "--dtype", "float32", "--device", "cpu"]
-        argv += ["--page-size", "16", "--max-total-tokens", "8192"]
-        self.process = subprocess.Popen(
-            [*PLAIT, "serve", *argv, *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        # One core, hence one thread: threads that wait for each other crawl on a busy machine.
-        running = psutil.Process(self.process.pid)
-        running.cpu_affinity(running.cpu_affinity()[:1])
-        assert self.process.stdout is not None
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, args=(self.process.stdout,))
-        self._reader.start()
-        self.seen: list[str] = []
-        self.url = ""
-
-    def _read(self, stream: IO[str]) -> None:
-        for line in stream:
-            self._lines.put(line)
-        self._lines.put(None)
-
-    def wait_for(self, pattern: re.Pattern[str]) -> re.Match[str]:
-        while (line := self._lines.get(timeout=LINE_TIMEOUT_S)) is not None:
-            self.seen.append(line)
-            if match := pattern.search(line):
-                return match
-        raise AssertionError(f"{pattern.pattern} was not printed:\n{''.join(self.seen)}")
-
-    def wait_ready(self) -> int:
-        """The worker's pid."""
-        pid = int(self.wait_for(READY)[1])
-        self.url = self.wait_for(re.compile(r"ready after .*(http://\S+)"))[1]
-        return pid
-
-    def workers(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def wait(self) -> int:
-        return self.process.wait(LINE_TIMEOUT_S)
-
-    def close(self) -> None:
-        """Ends what is left, front end first, and reads the output to its end."""
-        left: list[psutil.Process] = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            left = self.workers()
-        self.process.kill()
-        self.process.wait()
-        for worker in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                worker.kill()
-        self._reader.join()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
-@contextlib.contextmanager
-def serving(model: Path, *flags: str) -> Iterator[Served]:
-    served = Served(model, *flags)
-    try:
-        yield served
-    finally:
-        served.close()
 
 
 def long_answer(max_tokens: int) -> dict[str, object]:

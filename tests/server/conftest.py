@@ -21,11 +21,18 @@ def scripted() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="session")
+KINDS = ("scripted", "real")
+GIVEN_URL = os.environ.get("PLAIT_TEST_BASE_URL")  # another server, whose answers may be any text
+
+
+@pytest.fixture(scope="session", params=["given"] if GIVEN_URL else KINDS)
 def base_url(request: pytest.FixtureRequest) -> str:
-    """PLAIT_TEST_BASE_URL names another server, whose answers may be any text."""
-    given = os.environ.get("PLAIT_TEST_BASE_URL")
-    return given or str(request.getfixturevalue("scripted").base_url)
+    """Scripted workers behind a front end in this process; `plait serve` with a real worker."""
+    if request.param == "given":
+        return str(GIVEN_URL)
+    if request.param == "real":
+        return str(request.getfixturevalue("served").url)
+    return str(request.getfixturevalue("scripted").base_url)
 
 
 @pytest.fixture(scope="session")

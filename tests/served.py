@@ -1,0 +1,133 @@
+"""A running `plait serve`: the command as a user starts it, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import httpx
+import psutil
+
+PLAIT = [sys.executable, "-m", "server"]
+LINE_TIMEOUT_S = 180.0  # only reached when something hangs
+CORES = sorted(os.sched_getaffinity(0))
+SAMPLE = re.compile(r"(\w+)(\{.*\})? (\S+)")
+READY = re.compile(r"is ready \(pid (\d+)\)")
+
+
+class Metrics:
+    """A scrape's samples."""
+
+    def __init__(self, page: str) -> None:
+        lines = [line for line in page.splitlines() if not line.startswith("#")]
+        self._samples = [SAMPLE.fullmatch(line) for line in lines]
+
+    def __call__(self, name: str, label: str = "") -> float:
+        """The sum of a metric's samples, or of those with a label such as 'state="free"'."""
+        found = [sample for sample in self._samples if sample and sample[1] == name]
+        assert found, name
+        return sum(float(sample[3]) for sample in found if label in (sample[2] or ""))
+
+
+class Served:
+    """`wait_for` reads the command's output, both streams together."""
+
+    def __init__(self, model: Path, *flags: str) -> None:
+        argv = ["--model", str(model), "--port", "0", "--dtype", "float32", "--device", "cpu"]
+        argv += ["--max-total-tokens", "8192"]
+        self.process = subprocess.Popen(
+            [*PLAIT, "serve", *argv, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        # One core, hence one thread: threads that wait for each other crawl on a busy machine.
+        psutil.Process(self.process.pid).cpu_affinity(CORES[:1])
+        assert self.process.stdout is not None
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, args=(self.process.stdout,))
+        self._reader.start()
+        self.seen: list[str] = []
+        self.model = model.name
+        self.url = ""
+
+    def _read(self, stream: IO[str]) -> None:
+        for line in stream:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def wait_for(self, pattern: re.Pattern[str]) -> re.Match[str]:
+        while (line := self._lines.get(timeout=LINE_TIMEOUT_S)) is not None:
+            self.seen.append(line)
+            if match := pattern.search(line):
+                return match
+        raise AssertionError(f"{pattern.pattern} was not printed:\n{''.join(self.seen)}")
+
+    def wait_ready(self) -> int:
+        """The worker's pid."""
+        pid = int(self.wait_for(READY)[1])
+        # The front end's threads do not wait for each other: they may have every core.
+        psutil.Process(self.process.pid).cpu_affinity(CORES)
+        self.url = self.wait_for(re.compile(r"ready after .*(http://\S+)"))[1]
+        return pid
+
+    def wait_replaced(self) -> int:
+        """The pid of the worker that came after the first one."""
+        return int(self.wait_for(READY)[1])
+
+    def workers(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def metrics(self) -> Metrics:
+        """As they are now, all at one moment."""
+        return Metrics(httpx.get(f"{self.url}/metrics", timeout=60).text)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Asks again and again; the test's timeout bounds it."""
+        while not holds():
+            assert self.process.poll() is None, "".join(self.seen)
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        return self.process.wait(LINE_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """End it as a user does; it must say so with code 0 and leave no process behind."""
+        workers = self.workers()
+        self.send(signal.SIGTERM)
+        assert self.wait() == 0
+        assert not [worker for worker in workers if worker.is_running()]
+
+    def close(self) -> None:
+        """Ends what is left, front end first, and reads the output to its end."""
+        left: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left = self.workers()
+        self.process.kill()
+        self.process.wait()
+        for worker in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def serving(model: Path, *flags: str) -> Iterator[Served]:
+    served = Served(model, *flags)
+    try:
+        yield served
+    finally:
+        served.close()
