@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.linear import cpu_kernels
+from kernels.dispatch import cpu_kernels
 
 _LOWEST = torch.finfo(torch.float32).min
 _TINY = torch.finfo(torch.float32).tiny

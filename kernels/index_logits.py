@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.linear import cpu_kernels
+from kernels.dispatch import cpu_kernels
 
 
 def index_logits(

@@ -6,16 +6,15 @@ every other device, torch computes.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from types import ModuleType
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels import dispatch
+from kernels.dispatch import STORED, cpu_kernels
+from kernels.norm import rms_norm
+
 _EXPAND_ROWS = 4096  # weight rows expanded to fp32 at a time by the fallback
-_STORED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -37,6 +36,34 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     return out if bias is None else out.add_(bias)
 
 
+def add_linear_(h: Tensor, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """h [.., N] += linear(x, w, bias), in place where h is contiguous; h is returned."""
+    if h.dtype == torch.float32 and (cpu := cpu_kernels(x, w)) is not None and h.is_contiguous():
+        cpu.add_linear_(h, x, w)
+        return h if bias is None else h.add_(bias)
+    return h.add_(linear(x, w, bias))
+
+
+def norm_linear(
+    x: Tensor, norm: Tensor, eps: float, w: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """rms_norm(x, norm, eps) [.., K], and linear of it with w [N, K] and bias -> [.., N]."""
+    if x.dtype == norm.dtype == torch.float32 and (cpu := cpu_kernels(x, w)) is not None:
+        normed, out = cpu.norm_linear(x, norm, eps, w)
+        return normed, out if bias is None else out.add_(bias)
+    normed = rms_norm(x, norm, eps)
+    return normed, linear(normed, w, bias)
+
+
+def add_swiglu_(h: Tensor, norm: Tensor, eps: float, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
+    """h [.., H] += swiglu_mlp(rms_norm(h), w_gate_up, w_down), in place; h is returned."""
+    cpu = cpu_kernels(h, w_gate_up, w_down) if h.is_contiguous() else None
+    if cpu is not None and h.dtype == norm.dtype == torch.float32:
+        cpu.add_swiglu_(h, norm, eps, w_gate_up, w_down)
+        return h
+    return h.add_(swiglu_mlp(rms_norm(h, norm, eps), w_gate_up, w_down))
+
+
 def swiglu_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
     """(silu(x · gate) * (x · up)) · down: x [.., H], w_gate_up [2I, H] (gate first), w_down [H, I]
     -> [.., H] in x.dtype. Batch invariant where `linear` is."""
@@ -55,42 +82,14 @@ def swiglu_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
 def fast_bf16_available() -> bool:
     """Whether bf16 weights are at least as fast as fp32 ones on this machine's CPU, activations
     being fp32: true where numba is installed (they halve the memory that a decode step reads)."""
-    return _numba_kernels() is not None
+    return dispatch.numba_kernels() is not None
 
 
 def warm_up(dtypes: tuple[torch.dtype, ...]) -> None:
     """Compile, or load from the cache, the CPU kernels for weights of these dtypes; without it the
     first call of each pays (20 s of processor time for the very first, 0.5 s from the cache)."""
-    if (cpu := _numba_kernels()) is not None:
-        cpu.warm_up(tuple(dtype for dtype in dtypes if dtype in _STORED))
-
-
-def cpu_kernels(x: Tensor, *weights: Tensor) -> ModuleType | None:
-    """kernels.cpu.calls if it can and should take this call, else None."""
-    w = weights[0]
-    if x.device.type != "cpu" or w.dtype not in _STORED or any(t.dtype != w.dtype for t in weights):
-        return None
-    if x.dtype == w.dtype != torch.float32 and _torch_is_fast(x.dtype):
-        return None
-    return _numba_kernels() if x.dtype in _STORED else None
-
-
-@functools.cache
-def _numba_kernels() -> ModuleType | None:
-    if importlib.util.find_spec("numba") is None:
-        return None
-    from kernels.cpu import calls
-
-    return calls
-
-
-@functools.cache
-def _torch_is_fast(dtype: torch.dtype) -> bool:
-    """Whether the CPU multiplies this dtype in hardware, so that torch's product wins."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
-    flag = "avx512_bf16" if dtype == torch.bfloat16 else "avx512_fp16"
-    return bool(torch.cpu.get_capabilities().get(flag, False))
+    if (cpu := dispatch.numba_kernels()) is not None:
+        cpu.warm_up(tuple(dtype for dtype in dtypes if dtype in STORED))
 
 
 def _linear_by_slices(x: Tensor, w: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.linear import cpu_kernels, swiglu_mlp
+from kernels.dispatch import cpu_kernels
+from kernels.linear import swiglu_mlp
 
 
 def moe(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -18,6 +19,14 @@ def moe(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tens
     fp32 accumulation. A token may name an expert twice. Batch invariant where `linear` is.
     Raises ValueError where the shapes do not fit or an id is no expert's.
     """
+    _check(x, w13, w2, topk_ids, topk_weights)
+    if (cpu := cpu_kernels(x, w13, w2)) is not None:
+        out: Tensor = cpu.moe(x, w13, w2, topk_ids, topk_weights)
+        return out
+    return moe_reference(x, w13, w2, topk_ids, topk_weights)
+
+
+def _check(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
     num_experts, hidden, inner = w2.shape
     if w13.shape != (num_experts, 2 * inner, hidden) or x.shape[1:] != (hidden,):
         raise ValueError(
@@ -29,10 +38,28 @@ def moe(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tens
             f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)} "
             f"must both be [{x.shape[0]}, k]"
         )
-    if (cpu := cpu_kernels(x, w13, w2)) is not None:
-        out: Tensor = cpu.moe(x, w13, w2, topk_ids, topk_weights)
-        return out
-    return moe_reference(x, w13, w2, topk_ids, topk_weights)
+
+
+def add_moe_(
+    h: Tensor,
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    shared: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """h [T, H] += moe(x, ...) and, where there are shared experts (their gate and up [2S, H], down
+    [H, S]), their gated MLP of x, unweighted; in place, h is returned. Shapes as for `moe`, which
+    checks them."""
+    _check(x, w13, w2, topk_ids, topk_weights)
+    if h.dtype == torch.float32 and h.is_contiguous():
+        weights = (w13, w2) if shared is None else (w13, w2, *shared)
+        if (cpu := cpu_kernels(x, *weights)) is not None:
+            cpu.add_moe_(h, x, w13, w2, topk_ids, topk_weights, shared)
+            return h
+    h.add_(moe(x, w13, w2, topk_ids, topk_weights))
+    return h if shared is None else h.add_(swiglu_mlp(x, *shared))
 
 
 def moe_reference(

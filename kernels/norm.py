@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from kernels.linear import cpu_kernels
+from kernels.dispatch import cpu_kernels
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -27,6 +27,12 @@ def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """(x − mean) / sqrt(var + eps) · weight + bias; x [..., D], weight and bias [D] -> like x."""
+    takes = x.dim() == 2 and x.stride(1) == 1 and x.dtype == weight.dtype == torch.float32
+    if takes and cpu_kernels(x, weight, bias) is not None:
+        from kernels.cpu import norm as cpu
+
+        out: torch.Tensor = cpu.layer_norm(x, weight.contiguous(), bias.contiguous(), eps)
+        return out
     return functional.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps).to(
         x.dtype
     )

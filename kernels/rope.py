@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.dispatch import cpu_kernels
+
 
 def apply_rope(
     x: torch.Tensor,  # [T, H, D] or [T, D], D even
@@ -23,6 +25,10 @@ def apply_rope(
             f"x is {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}: "
             "x must be twice as wide as cos and sin"
         )
+    if x.dtype == torch.float32 and x.stride(-1) == 1 and cpu_kernels(x, cos) is not None:
+        from kernels.cpu import rope as cpu
+
+        return cpu.apply_rope(x, cos.contiguous(), sin.contiguous(), interleaved)
     if x.dim() == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     rotate = _rotate_interleaved if interleaved else _rotate_halves

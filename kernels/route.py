@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.dispatch import cpu_kernels
+
 
 def sigmoid_gate(
     logits: torch.Tensor,  # [T, num_experts] float32
@@ -11,9 +13,17 @@ def sigmoid_gate(
     top_k: int,
     n_group: int = 1,
     topk_group: int = 1,
+    *,
+    normalise: bool = False,
+    factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # ids [T, top_k] int64, weights [T, top_k] float32
     """DeepSeek-V3 (report, section 2.1.2): a group's score is the sum of its two best choices; the
-    experts of the topk_group best groups compete. Weights are the raw sigmoids of the chosen."""
+    experts of the topk_group best groups compete. Weights are the sigmoids of the chosen, divided
+    by their sum where `normalise`, times `factor`."""
+    if n_group == 1 and top_k <= logits.shape[1] and cpu_kernels(logits, bias) is not None:
+        from kernels.cpu import route as cpu
+
+        return cpu.sigmoid_gate(logits.contiguous(), bias.contiguous(), top_k, normalise, factor)
     scores = logits.sigmoid()
     choice = scores + bias
     if n_group > 1:
@@ -21,7 +31,7 @@ def sigmoid_gate(
         group_scores = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
         choice = _keep_groups(choice, group_scores, topk_group, -torch.inf)
     ids = choice.topk(top_k, dim=-1).indices
-    return ids, scores.gather(1, ids)
+    return ids, _scale(scores.gather(1, ids), normalise, factor)
 
 
 def softmax_gate(
@@ -29,15 +39,25 @@ def softmax_gate(
     top_k: int,
     n_group: int = 1,
     topk_group: int = 1,
+    *,
+    normalise: bool = False,
+    factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # ids [T, top_k] int64, weights [T, top_k] float32
     """DeepSeek-V2 (report, section 2.2.2): a group's score is its best expert's; n_group 1 is the
-    greedy choice."""
+    greedy choice. `normalise` and `factor` as for sigmoid_gate."""
     scores = logits.softmax(dim=-1)
     if n_group > 1:
         group_scores = scores.view(len(scores), n_group, -1).amax(-1)
         scores = _keep_groups(scores, group_scores, topk_group, 0.0)
     weights, ids = scores.topk(top_k, dim=-1)
-    return ids, weights
+    return ids, _scale(weights, normalise, factor)
+
+
+def _scale(weights: torch.Tensor, normalise: bool, factor: float) -> torch.Tensor:
+    """[T, top_k], each row divided by its sum where `normalise`, times `factor`."""
+    if normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights if factor == 1.0 else weights * factor
 
 
 def _keep_groups(

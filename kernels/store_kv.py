@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.dispatch import cpu_kernels
+
 
 def store_rows(
     cache: torch.Tensor,  # [rows, ...]
@@ -12,6 +14,13 @@ def store_rows(
     *parts: torch.Tensor,  # each [T, ...]; more than one: 2-d, side by side in a row
 ) -> None:
     """cache[rows[i]] = the parts of token tokens[i], cast to the cache's dtype."""
+    plain = tokens is None and cache.dim() == 2 and cache.dtype == torch.float32
+    plain = plain and all(part.stride(1) == 1 for part in parts)
+    if plain and cpu_kernels(cache, *parts) is not None:
+        from kernels.cpu import store as cpu
+
+        cpu.store_rows(cache, rows, *parts)
+        return
     begin = 0
     for part in parts:
         if tokens is not None:

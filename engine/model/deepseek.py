@@ -45,10 +45,11 @@ class DeepseekLayer:
         attention: Attention,
         selection: Selection | None,
     ) -> tuple[torch.Tensor, Selection | None]:
-        x = rms_norm(h, self.input_layernorm, self.eps)
-        out, selection = self.self_attn(x, cos, sin, attention, selection)
-        h = h + out
-        return h + self.mlp(rms_norm(h, self.post_attention_layernorm, self.eps)), selection
+        """h with both residual branches added, in place; what was selected."""
+        selection = self.self_attn.add_to(
+            h, self.input_layernorm, self.eps, cos, sin, attention, selection
+        )
+        return self.mlp.add_to(h, self.post_attention_layernorm, self.eps), selection
 
 
 class DeepseekModel:

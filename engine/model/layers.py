@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from engine.model.weights import Checkpoint
-from kernels.linear import linear, swiglu_mlp
+from kernels.linear import add_swiglu_, linear, swiglu_mlp
 
 
 def activation_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -62,6 +62,10 @@ class Mlp:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
         return swiglu_mlp(x, self.gate_up_proj, self.down_proj)
+
+    def add_to(self, h: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        """h [T, hidden_size] plus the output for rms_norm(h), in place."""
+        return add_swiglu_(h, norm, eps, self.gate_up_proj, self.down_proj)
 
 
 def check_activation(config: Any) -> None:

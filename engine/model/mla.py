@@ -12,7 +12,7 @@ from engine.model.indexer import Indexer
 from engine.model.layers import activation_dtype
 from engine.model.rope import mla_softmax_scale
 from engine.model.weights import Checkpoint
-from kernels.linear import linear
+from kernels.linear import add_linear_, norm_linear
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope
 
@@ -60,21 +60,22 @@ class MlaAttention:
             self.input_bias = _load_bias(checkpoint, parts)
             self.o_bias = checkpoint.get(f"{prefix}.o_proj.bias", (hidden,))
 
-    def __call__(
+    def add_to(
         self,
-        x: torch.Tensor,  # [T, hidden_size], normalised
+        h: torch.Tensor,  # [T, hidden_size], gets the attention of rms_norm(h) added in place
+        norm: torch.Tensor,
+        eps: float,
         cos: torch.Tensor,  # [T, qk_rope_head_dim / 2]
         sin: torch.Tensor,
         attention: Attention,
         selection: Selection | None,  # the previous layer's, used where this one has no indexer
-    ) -> tuple[torch.Tensor, Selection | None]:  # [T, hidden_size], what was selected
-        projected = torch.split(linear(x, self.input_proj, self.input_bias), self.splits, dim=-1)
-        q, kv = projected[:2]
+    ) -> Selection | None:  # what was selected
+        x, projected = norm_linear(h, norm, eps, self.input_proj, self.input_bias)
+        q, kv, *rest = torch.split(projected, self.splits, dim=-1)
         if self.q_lora_rank:
-            qr = rms_norm(q, self.q_a_layernorm, _EPS)
-            q = linear(qr, self.q_b_proj)
+            qr, q = norm_linear(q, self.q_a_layernorm, _EPS, self.q_b_proj)
             if self.indexer is not None:
-                self.indexer.store_key(projected[2], cos, sin, attention)
+                self.indexer.store_key(rest[0], cos, sin, attention)
                 selection = self.indexer.select(x, qr, cos, sin, attention)
         q = q.view(-1, self.num_heads, self.nope + self.rope)
         latent = rms_norm(kv[:, : self.kv_lora_rank], self.kv_a_layernorm, _EPS)
@@ -91,7 +92,8 @@ class MlaAttention:
             self.scale,
             selection,
         )
-        return linear(out.reshape(len(x), -1), self.o_proj, self.o_bias), selection
+        add_linear_(h, out.reshape(len(h), -1), self.o_proj, self.o_bias)
+        return selection
 
 
 def _load_kv_b(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from engine.model.layers import Mlp
 from engine.model.weights import Checkpoint
-from kernels.moe import moe
+from kernels.linear import linear, norm_linear
+from kernels.moe import add_moe_
+from kernels.norm import rms_norm
 from kernels.route import sigmoid_gate, softmax_gate
 
 
@@ -34,19 +35,16 @@ class Gate:
         if num_experts % self.n_group:
             raise ValueError(f"n_group {self.n_group} must divide n_routed_experts {num_experts}")
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, hidden_size] -> expert ids [T, top_k] int64 and their weights [T, top_k] float32."""
-        logits = functional.linear(x.float(), self.weight)
+    def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Router logits [T, n_routed_experts] -> expert ids [T, top_k] int64 and their weights
+        [T, top_k] float32."""
         groups = (self.n_group, self.topk_group)
+        normalise, factor = self.norm_topk_prob, self.routed_scaling_factor
         if self.bias is None:
-            ids, weights = softmax_gate(logits, self.top_k, *groups)
-        else:
-            ids, weights = sigmoid_gate(logits, self.bias, self.top_k, *groups)
-        if self.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        if self.routed_scaling_factor != 1.0:
-            weights = weights * self.routed_scaling_factor
-        return ids, weights
+            return softmax_gate(logits, self.top_k, *groups, normalise=normalise, factor=factor)
+        return sigmoid_gate(
+            logits, self.bias, self.top_k, *groups, normalise=normalise, factor=factor
+        )
 
 
 def _v2_groups(config: Any) -> int:
@@ -72,9 +70,22 @@ class Moe:
             shared = intermediate * config.n_shared_experts
             self.shared_experts = Mlp.load(checkpoint, f"{prefix}.shared_experts", hidden, shared)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:  # [T, hidden_size], as x
-        out = moe(x, self.w13, self.w2, *self.gate(x))
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+    def add_to(self, h: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        """h [T, hidden_size] plus the experts' output for rms_norm(h), in place."""
+        x, logits = self._route(h, norm, eps)
+        ids, weights = self.gate(logits)
+        shared = self.shared_experts
+        own = None if shared is None else (shared.gate_up_proj, shared.down_proj)
+        return add_moe_(h, x, self.w13, self.w2, ids, weights, own)
+
+    def _route(
+        self, h: torch.Tensor, norm: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """rms_norm(h) and the router logits [T, n_routed_experts] float32."""
+        if h.dtype == torch.float32:
+            return norm_linear(h, norm, eps, self.gate.weight)
+        x = rms_norm(h, norm, eps)
+        return x, linear(x.float(), self.gate.weight)
 
 
 def _load_experts(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.compiled import compiled, compiled_parallel, prange
-from kernels.cpu.gemm import strip
+from kernels.cpu.gemm import arrange_rows, strip
 from kernels.cpu.mix import mix
 from kernels.cpu.tile import BF16, FP16, FP32
 
@@ -36,7 +36,7 @@ def dots(
             rows[i + 1] == r + 1 and rows[i + 2] == r + 2 and rows[i + 3] == r + 3
         )
         strip(
-            FP32, wide, q, dim, num_heads, keys + 4 * r * row_stride, row_stride, dim,
+            FP32, 4, wide, q, dim, num_heads, keys + 4 * r * row_stride, row_stride, dim,
             scores + 4 * i, width, True,
         )  # fmt: skip
         i += 4 if wide else 1
@@ -127,11 +127,15 @@ def attend_all(
                     scale, scores[part], target,
                 )  # fmt: skip
                 for m in range(together if out_dim > 0 else 0):
+                    arrange_rows(
+                        kind, target + 4 * m * value_dim, value_dim, 1, value_dim,
+                        target + 4 * m * value_dim,
+                    )  # fmt: skip
                     v = 0
                     while v < out_dim:
                         wide = v + 4 <= out_dim
                         strip(
-                            kind, wide, target + 4 * m * value_dim, value_dim, 1,
+                            kind, size, wide, target + 4 * m * value_dim, value_dim, 1,
                             w_uv + size * ((h + m) * out_dim + v) * value_dim, value_dim,
                             value_dim, out + 4 * ((head + m) * out_dim + v), out_dim, True,
                         )  # fmt: skip

@@ -11,6 +11,7 @@ from kernels.cpu.threads import prepare_numba
 prepare_numba()
 
 from numba import njit, prange  # noqa: E402
+from numba.core.cpu import ParallelOptions  # noqa: E402
 
 __all__ = ["compiled", "compiled_parallel", "prange"]
 
@@ -28,5 +29,7 @@ def compiled_parallel(function: F) -> F:
 
     Fusion must stay off: the loops hand data over through addresses, which numba cannot see.
     """
-    out: F = njit(cache=True, nogil=True, parallel={"prange": True, "fusion": False})(function)
+    # A dictionary of options would be emptied by the first compilation: the next one would fuse.
+    options = ParallelOptions({"prange": True, "fusion": False})
+    out: F = njit(cache=True, nogil=True, parallel=options)(function)
     return out

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from kernels.cpu.compiled import compiled, compiled_parallel, prange
-from kernels.cpu.gemm import PANEL_FLOATS, multiply, share
-from kernels.cpu.tile import add_scaled, silu_mul
+from kernels.cpu.gemm import PANEL_FLOATS, arrange_rows, multiply, share
+from kernels.cpu.norm import rms_norm_rows
+from kernels.cpu.tile import add_scaled, arrange, silu_mul
+
+UNIT = 16  # intermediate columns that stay with one thread: `arrange` works on so many
 
 
 @compiled
@@ -20,44 +23,54 @@ def gate_up(
     kind: Any, size: int, x: int, ldx: int, num_rows: int, w13: int, hidden: int, inner: int,
     low: int, high: int, h: int, up: int, panel: int,
 ) -> None:  # fmt: skip
-    """h[:, low:high] = silu(x · gateᵀ) * (x · upᵀ) for those columns; h has row stride `inner`.
+    """h[:, low:high] = silu(x · gateᵀ) * (x · upᵀ) for those columns, arranged for the next
+    product; h has row stride `inner`, low is a multiple of UNIT.
 
     `up` has room for num_rows * (high - low) fp32.
     """
     width = high - low
     if width <= 0:
         return
-    w_at = w13 + size * low * hidden
-    multiply(kind, size, x, ldx, num_rows, w_at, hidden, width, hidden, h + 4 * low, inner, panel)
-    w_at += size * inner * hidden
-    multiply(kind, size, x, ldx, num_rows, w_at, hidden, width, hidden, up, width, panel)
+    w = w13 + size * low * hidden
+    to = h + 4 * low
+    multiply(kind, size, x, ldx, num_rows, w, hidden, width, hidden, to, inner, 1, panel)
+    w += size * inner * hidden
+    multiply(kind, size, x, ldx, num_rows, w, hidden, width, hidden, up, width, 1, panel)
     for m in range(num_rows):
-        gate_at = h + 4 * (m * inner + low)
+        gate_at = to + 4 * m * inner
         silu_mul(gate_at, up + 4 * m * width, gate_at, width)
+        arrange(kind, gate_at, gate_at, width)
 
 
 @compiled_parallel
 def swiglu(
-    kind: Any, size: int, x: int, ldx: int, num_rows: int, w13: int, w2: int, hidden: int,
-    inner: int, y: int, work: int, num_threads: int,
+    kind: Any, size: int, x: int, ldx: int, num_rows: int, norm: int, eps: float, w13: int,
+    w2: int, hidden: int, inner: int, y: int, fresh: int, work: int, num_threads: int,
 ) -> None:  # fmt: skip
-    """y [num_rows, hidden] = (silu(x · gateᵀ) * (x · upᵀ)) · w2ᵀ; w13 [2 inner, hidden].
+    """y [num_rows, hidden] = (fresh ? 0 : y) + (silu(x · gateᵀ) * (x · upᵀ)) · w2ᵀ; w13 [2 inner,
+    hidden]. Where `norm` is an address, rms_norm(x) takes x's place.
 
-    `work` has room for num_threads * PANEL_FLOATS + 2 * num_rows * inner fp32.
+    `work` has room for num_threads * PANEL_FLOATS + num_rows * (hidden + 2 * inner) fp32.
     """
-    h = work + 4 * num_threads * PANEL_FLOATS
+    rows = work + 4 * num_threads * PANEL_FLOATS
+    h = rows + 4 * num_rows * hidden
     ups = h + 4 * num_rows * inner
+    if norm != 0:
+        rms_norm_rows(x, ldx, num_rows, hidden, norm, eps, rows)
+        arrange_rows(kind, rows, hidden, num_rows, hidden, rows)
+    else:
+        arrange_rows(kind, x, ldx, num_rows, hidden, rows)
     for part in prange(num_threads):
-        low, high = share(inner, part, num_threads)
+        low, high = share(inner, part, num_threads, UNIT)
         gate_up(
-            kind, size, x, ldx, num_rows, w13, hidden, inner, low, high, h,
+            kind, size, rows, hidden, num_rows, w13, hidden, inner, low, high, h,
             ups + 4 * num_rows * low, work + 4 * PANEL_FLOATS * part,
         )  # fmt: skip
     for part in prange(num_threads):
-        low, high = share(hidden, part, num_threads)
+        low, high = share(hidden, part, num_threads, 4)
         multiply(
             kind, size, h, inner, num_rows, w2 + size * low * inner, inner, high - low, inner,
-            y + 4 * low, hidden, work + 4 * PANEL_FLOATS * part,
+            y + 4 * low, hidden, fresh, work + 4 * PANEL_FLOATS * part,
         )  # fmt: skip
 
 
@@ -85,9 +98,11 @@ def group_by_expert(ids: Any, num_experts: int) -> tuple[Any, Any]:
 @compiled
 def routed_down(
     kind: Any, size: int, h: int, w2: int, hidden: int, inner: int, low: int, high: int,
-    starts: Any, pairs: Any, weights: Any, top_k: int, outputs: int, y: int, panel: int,
+    starts: Any, pairs: Any, weights: Any, top_k: int, outputs: int, y: int, fresh: int,
+    panel: int,
 ) -> None:  # fmt: skip
-    """y[:, low:high] (row stride hidden) = every token's weighted sum over its experts.
+    """y[:, low:high] (row stride hidden) = (fresh ? 0 : y) + every token's weighted sum over its
+    experts.
 
     The rows of h, and of `outputs` [T top_k, hidden], are in the order of `pairs`.
     """
@@ -103,37 +118,44 @@ def routed_down(
             multiply(
                 kind, size, h + 4 * first * inner, inner, count,
                 w2 + size * (expert * hidden + low) * inner, inner, width, inner,
-                outputs + 4 * (first * hidden + low), hidden, panel,
+                outputs + 4 * (first * hidden + low), hidden, 1, panel,
             )  # fmt: skip
     for pair in range(pairs.size):
         source = outputs + 4 * (place[pair] * hidden + low)
         target = y + 4 * (pair // top_k * hidden + low)
-        add_scaled(weights[pair], source, target, width, pair % top_k == 0)
+        add_scaled(weights[pair], source, target, width, fresh != 0 and pair % top_k == 0)
 
 
 @compiled_parallel
 def moe(
     kind: Any, size: int, x: int, ldx: int, w13: int, w2: int, hidden: int, inner: int,
-    num_experts: int, ids: Any, weights: Any, top_k: int, y: int, work: int,
-    num_threads: int,
+    num_experts: int, ids: Any, weights: Any, top_k: int, shared13: int, shared2: int,
+    shared_inner: int, y: int, fresh: int, work: int, num_threads: int,
 ) -> None:  # fmt: skip
-    """y [T, hidden] = sum over a token's experts of weight * expert(x).
+    """y [T, hidden] = (fresh ? 0 : y) + sum over a token's experts of weight * expert(x), plus the
+    shared experts (none where shared_inner is 0).
 
     ids and weights are flat, [T top_k]; w13 [num_experts, 2 inner, hidden], w2 [.., hidden, inner].
-    `work` has room for num_threads * PANEL_FLOATS + T top_k (hidden + (1 + num_threads) inner)
-    fp32.
+    `work` has room for num_threads * PANEL_FLOATS + T (hidden + 2 shared_inner) + T top_k (hidden +
+    (1 + num_threads) inner) fp32.
     """
     starts, pairs = group_by_expert(ids, num_experts)
-    rows = work + 4 * num_threads * PANEL_FLOATS
+    num_rows = ids.size // top_k
+    arranged = work + 4 * num_threads * PANEL_FLOATS
+    shared_h = arranged + 4 * num_rows * hidden
+    shared_up = shared_h + 4 * num_rows * shared_inner
+    rows = shared_up + 4 * num_rows * shared_inner
     h = rows + 4 * pairs.size * hidden
     ups = h + 4 * pairs.size * inner
+    arrange_rows(kind, x, ldx, num_rows, hidden, arranged)
     for i in range(pairs.size):
-        source = x + 4 * (pairs[i] // top_k) * ldx
+        source = arranged + 4 * (pairs[i] // top_k) * hidden
         add_scaled(np.float32(1), source, rows + 4 * i * hidden, hidden, True)
-    groups = (inner + 3) // 4
+    groups = (inner + UNIT - 1) // UNIT
     active = np.flatnonzero(starts[1:] > starts[:-1])
     total = groups * active.size
     for part in prange(num_threads):
+        panel = work + 4 * PANEL_FLOATS * part
         # a thread's share is a run of (expert, group of columns), experts outermost
         unit, end = total * part // num_threads, total * (part + 1) // num_threads
         while unit < end:
@@ -142,15 +164,26 @@ def moe(
             first, count = starts[expert], starts[expert + 1] - starts[expert]
             gate_up(
                 kind, size, rows + 4 * first * hidden, hidden, count,
-                w13 + size * expert * 2 * inner * hidden, hidden, inner, 4 * group,
-                min(inner, 4 * (group + num_groups)), h + 4 * first * inner,
-                ups + 4 * pairs.size * inner * part, work + 4 * PANEL_FLOATS * part,
+                w13 + size * expert * 2 * inner * hidden, hidden, inner, UNIT * group,
+                min(inner, UNIT * (group + num_groups)), h + 4 * first * inner,
+                ups + 4 * pairs.size * inner * part, panel,
             )  # fmt: skip
             unit += num_groups
+        low, high = share(shared_inner, part, num_threads, UNIT)
+        gate_up(
+            kind, size, arranged, hidden, num_rows, shared13, hidden, shared_inner, low, high,
+            shared_h, shared_up + 4 * num_rows * low, panel,
+        )  # fmt: skip
     for part in prange(num_threads):
-        low, high = share(hidden, part, num_threads)
+        panel = work + 4 * PANEL_FLOATS * part
+        low, high = share(hidden, part, num_threads, 4)
         # the gathered rows are no longer needed: their room takes the experts' outputs
         routed_down(
             kind, size, h, w2, hidden, inner, low, high, starts, pairs, weights, top_k, rows, y,
-            work + 4 * PANEL_FLOATS * part,
+            fresh, panel,
         )  # fmt: skip
+        if shared_inner > 0:
+            multiply(
+                kind, size, shared_h, shared_inner, num_rows, shared2 + size * low * shared_inner,
+                shared_inner, high - low, shared_inner, y + 4 * low, hidden, 0, panel,
+            )  # fmt: skip

@@ -13,10 +13,13 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
 import torch
+
+_KEPT_S = 30 * 24 * 3600
 
 
 def configure(num_threads: int) -> None:
@@ -60,5 +63,19 @@ def cache_folder() -> Path:
         except OSError:
             continue
         if os.access(folder, os.W_OK):
+            _remove_unused(folder)
             return folder
     raise OSError(f"no writable folder for compiled kernels: tried {home} and the temporary one")
+
+
+def is_cache_empty() -> bool:
+    """Whether kernels that are called now have to be compiled first."""
+    return not any(cache_folder().rglob("*.nbi"))
+
+
+def _remove_unused(folder: Path) -> None:
+    """Delete the folders beside this one, of other states of the sources, after a month."""
+    os.utime(folder)
+    for other in folder.parent.iterdir():
+        if other.stat().st_mtime < folder.stat().st_mtime - _KEPT_S:
+            shutil.rmtree(other, ignore_errors=True)

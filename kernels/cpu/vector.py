@@ -59,6 +59,25 @@ def widen(b: ir.IRBuilder, kind: Any, address: ir.Value, lanes: int) -> ir.Value
     return b.bitcast(b.shl(b.zext(raw, wide), sixteen), of(F32))
 
 
+def widen_pairs(b: ir.IRBuilder, address: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Load 2 * LANES bf16 weights: the even ones and the odd ones as fp32."""
+    wide = ir.VectorType(ir.IntType(32), LANES)
+    raw = b.load(b.inttoptr(address, wide.as_pointer()), align=2)
+    even = b.shl(raw, vector(ir.IntType(32), 16, LANES))
+    odd = b.and_(raw, vector(ir.IntType(32), -0x10000, LANES))
+    floats = ir.VectorType(F32, LANES)
+    return b.bitcast(even, floats), b.bitcast(odd, floats)
+
+
+def prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
+    """Ask for the cache line of an address, which need not exist, to be read."""
+    i32, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
+    for_reading, keep, data = (ir.Constant(i32, value) for value in (0, 3, 1))
+    b.call(function, [b.inttoptr(address, pointer), for_reading, keep, data])
+
+
 def size(kind: Any) -> int:
     return 4 if kind == types.float32 else 2
 
@@ -92,8 +111,13 @@ def loop(
     return phis
 
 
-def each(b: ir.IRBuilder, count: ir.Value, step: Callable[[ir.Value, int], None]) -> None:
-    """step(i, lanes) over 0 <= i < count, whole vectors first, then single elements."""
+def each(
+    b: ir.IRBuilder,
+    count: ir.Value,
+    step: Callable[[ir.Value, int], None],
+    begin: ir.Value | None = None,  # a multiple of LANES; 0 where it is not given
+) -> None:
+    """step(i, lanes) over begin <= i < count, whole vectors first, then single elements."""
 
     def body(lanes: int) -> Callable[[ir.Value, list[Any]], list[ir.Value]]:
         def run(i: ir.Value, _: list[Any]) -> list[ir.Value]:
@@ -103,7 +127,7 @@ def each(b: ir.IRBuilder, count: ir.Value, step: Callable[[ir.Value, int], None]
         return run
 
     whole = b.and_(count, ir.Constant(I64, -LANES))
-    loop(b, ir.Constant(I64, 0), whole, LANES, [], body(LANES))
+    loop(b, ir.Constant(I64, 0) if begin is None else begin, whole, LANES, [], body(LANES))
     loop(b, whole, count, 1, [], body(1))
 
 

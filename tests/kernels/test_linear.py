@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import linear as linear_module
+from kernels import dispatch
 from kernels.linear import fast_bf16_available, linear, swiglu_mlp
 
 WEIGHTS = [torch.bfloat16, torch.float16, torch.float32]
@@ -45,7 +45,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_module, "_numba_kernels", lambda: None)
+    monkeypatch.setattr(dispatch, "numba_kernels", lambda: None)
 
 
 @pytest.mark.parametrize("dtype", WEIGHTS)

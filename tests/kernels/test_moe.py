@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import linear as linear_module
+from kernels import dispatch
 from kernels.linear import fast_bf16_available
 from kernels.moe import moe
 
@@ -104,7 +104,7 @@ def test_no_tokens_and_no_choices() -> None:
 
 
 def test_torch_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_module, "_numba_kernels", lambda: None)
+    monkeypatch.setattr(dispatch, "numba_kernels", lambda: None)
     assert_layer(layer(6, 9, 24, 10, 5, 2))
 
 
