@@ -1,5 +1,6 @@
 # make serve [ARGS="--port 9000"]   install, fetch the default model where needed, serve
 # make test  [ARGS="tests/server"]  install with the test tools, run pytest
+# make test-gpu                     on a machine with a CUDA device: the tests that need one
 # make check                        format, lint, types, law of imports
 # make bench [ARGS="--concurrency 8"]  load a running server (http://127.0.0.1:8000)
 # PYTHON=/path/to/python3 chooses the interpreter that makes .venv.
@@ -8,7 +9,7 @@ ARGS ?=
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: help serve test check bench install install-dev
+.PHONY: help serve test test-gpu check bench install install-dev
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -24,6 +25,9 @@ serve: install
 
 test: install-dev
 	@exec $(BIN)/python -m pytest $(ARGS)
+
+test-gpu: install-dev
+	@exec $(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu $(ARGS)
 
 check: install-dev
 	$(BIN)/ruff format --check .

@@ -16,6 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
+collect_ignore = ["gpu"]  # make test-gpu
+
+
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     """The default model's folder in the cache (PLAIT_HOME, else the user's), made where missing."""

@@ -13,9 +13,11 @@ from engine.types import Request, SamplingParams, TokenLogprob, TokenOut
 class Client:
     """What the clients of an engine see."""
 
-    def __init__(self, folder: Path, **options) -> None:
+    def __init__(
+        self, folder: Path, *, device: str = "cpu", dtype: str = "float32", **options
+    ) -> None:
         config = WorkerConfig(
-            model=str(folder), frontend_address="", device="cpu", dtype="float32", **options
+            model=str(folder), frontend_address="", device=device, dtype=dtype, **options
         )
         self.engine: Engine = load_engine(config)
         self.tokens: dict[str, list[int]] = {}
