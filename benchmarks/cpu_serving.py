@@ -129,6 +129,9 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument(
+        "--baseline-requests", type=int, default=3, help="transformers takes minutes for one"
+    )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     args = parser.parse_args()
 
@@ -148,7 +151,7 @@ def main() -> None:
             own = dataclasses.replace(options, base_url=url, concurrency=concurrency)
             jobs = jobs or asyncio.run(make_jobs(own))
             results[concurrency] = asyncio.run(send(own, jobs))
-    prompts = [job.prompt for job in jobs]
+    prompts = [job.prompt for job in jobs][: args.baseline_requests + 1]  # one is a warm-up
     baseline = measure(args.model, args.dtype, prompts, args.output_tokens)
     summaries = {concurrency: summarise(done) for concurrency, done in results.items()}
     Console().print(report(baseline, summaries))
