@@ -1,8 +1,10 @@
 """Sampling as a pure function of (logits, parameters, seed, position).
 
-The only randomness is one uniform number per token, hashed from the request's seed and the token's
-position; a request replayed on any worker, in any batch, continues exactly. Owns the token counts
-that penalties need. Knows no scheduling.
+The only randomness is one number per token of the vocabulary, hashed from the request's seed, the
+position and the token's id; a request replayed on any worker, in any batch, continues exactly. The
+token drawn is the one of largest p / e with e exponentially distributed (the Gumbel-max trick):
+where logits differ in their last bits, as they do between batches, a draw changes only where two
+tokens all but tie. Owns the token counts that penalties need. Knows no scheduling.
 """
 
 from __future__ import annotations
@@ -15,20 +17,33 @@ import torch
 from engine.types import SamplingParams, TokenLogprob
 
 _MASK = (1 << 64) - 1
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _TOP_CANDIDATES = 1024  # a nucleus is looked for among this many before the vocabulary is sorted
 
 
-def uniform(seed: int, position: int) -> float:
-    """In [0, 1), from splitmix64's finaliser (Steele, Lea, Flood 2014) over seed and position."""
-    z = (_mix(seed & _MASK) + position * 0x9E3779B97F4A7C15) & _MASK
-    return (_mix(z) >> 11) * 2.0**-53
+def exponentials(seed: int, position: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """[vocab_size] float32, each exponentially distributed with mean 1: splitmix64 (Steele, Lea,
+    Flood 2014) over seed, position and token id, 32 bits of it as a uniform number."""
+    key = _mix(_mix(seed & _MASK) + position & _MASK)
+    ids = torch.arange(vocab_size, dtype=torch.int64, device=device)
+    z = ids * _signed(_GOLDEN) + _signed(key)
+    z = (z ^ ((z >> 30) & (1 << 34) - 1)) * _signed(_FIRST)
+    z = (z ^ ((z >> 27) & (1 << 37) - 1)) * _signed(_SECOND)
+    bits = (z >> 32) & 0xFFFFFFFF
+    # Small values decide a draw; they are exact here, as 32 bits near 0 fit a float.
+    return -torch.log1p(-(bits.to(torch.float32) + 0.5) * 2.0**-32)
 
 
 def _mix(z: int) -> int:
-    z = (z + 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z = (z + _GOLDEN) & _MASK
+    z = ((z ^ (z >> 30)) * _FIRST) & _MASK
+    z = ((z ^ (z >> 27)) * _SECOND) & _MASK
     return z ^ (z >> 31)
+
+
+def _signed(z: int) -> int:
+    """The same 64 bits as torch's int64 has them."""
+    return z - (1 << 64) if z >> 63 else z
 
 
 @dataclass(slots=True, eq=False)
@@ -117,22 +132,19 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
 
 
 def _draw(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
-    """Inverse-transform sampling in vocabulary order: [R, V] -> R tokens."""
+    """[R, V] -> R tokens."""
     device = logits.device
     temperature = torch.tensor([s.params.temperature for s in states], device=device)
     peak = logits.max(-1, keepdim=True).values
     probs = torch.softmax((logits - peak) / temperature[:, None], -1)
-    for i, state in enumerate(states):
-        least = _least_kept(probs[i], state.params)
-        if least > 0:
-            probs[i] = torch.where(probs[i] >= least, probs[i], 0.0)
-    cdf = probs.double().cumsum(-1)
-    draws = [uniform(s.params.seed, s.num_prompt + s.num_output) for s in states]
-    targets = torch.tensor(draws, dtype=torch.float64, device=device)[:, None] * cdf[:, -1:]
-    tokens = torch.searchsorted(cdf, targets, right=True)
-    # A draw may round up to the whole mass: then it is the last token that has any.
-    last = (cdf < cdf[:, -1:]).sum(-1, keepdim=True)
-    return torch.minimum(tokens, last).flatten().tolist()
+    for row, state in zip(probs, states, strict=True):
+        least = _least_kept(row, state.params)
+        dropped = row < least
+        position = state.num_prompt + state.num_output
+        row /= exponentials(state.params.seed, position, len(row), device)
+        row.masked_fill_(dropped, 0.0)
+    tokens: list[int] = probs.argmax(-1).tolist()
+    return tokens
 
 
 def _least_kept(probs: torch.Tensor, params: SamplingParams) -> torch.Tensor | float:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampler import LogprobRequest, SamplingState, sample, score, uniform
+from engine.sampler import LogprobRequest, SamplingState, exponentials, sample, score
 from engine.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -29,16 +29,29 @@ def draws(row, num, **params):
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 10**6))
-def test_uniform_is_in_range_and_repeats(seed, position):
-    value = uniform(seed, position)
-    assert 0.0 <= value < 1.0 and value == uniform(seed, position)
+def test_exponentials_are_positive_and_repeat(seed, position):
+    values = exponentials(seed, position, 500, CPU)
+    assert bool((values > 0).all())
+    assert torch.equal(values, exponentials(seed, position, 500, CPU))
 
 
-def test_uniform_is_flat_over_positions_and_over_seeds():
-    for values in ([uniform(1, i) for i in range(20000)], [uniform(i, 1) for i in range(20000)]):
-        counts = torch.histc(torch.tensor(values), 20, 0, 1)
-        chi2 = float(((counts - 1000) ** 2 / 1000).sum())
-        assert chi2 < 43.8  # 19 degrees of freedom, p = 0.001
+@pytest.mark.parametrize("over", ["tokens", "positions", "seeds"])
+def test_exponentials_have_their_distribution_over_each_of_what_they_are_hashed_from(over):
+    values = {
+        "tokens": lambda: exponentials(3, 5, 20000, CPU),
+        "positions": lambda: torch.stack([exponentials(3, i, 8, CPU)[7] for i in range(20000)]),
+        "seeds": lambda: torch.stack([exponentials(i, 5, 8, CPU)[7] for i in range(20000)]),
+    }[over]()
+    counts = torch.histc(1 - torch.exp(-values), 20, 0, 1)
+    assert float(((counts - 1000) ** 2 / 1000).sum()) < 43.8  # 19 degrees of freedom, p = 0.001
+
+
+def test_last_bits_of_the_logits_do_not_change_a_draw():
+    """Flat over a large vocabulary, where adding probabilities up would amplify them."""
+    row = logits(20000, seed=2, scale=0.5)
+    noisy = row + 1e-5 * torch.randn(20000, generator=torch.Generator().manual_seed(1))
+    # Two tokens are that near to each other in about one draw of 50,000.
+    assert draws(row, 300, seed=8) == draws(noisy, 300, seed=8)
 
 
 def test_greedy_takes_the_likeliest():
