@@ -162,7 +162,9 @@ class Group:
         pipe.close()
 
     def _take(self, report: ToLeader) -> None:
-        self._last_heard[report.rank] = time.monotonic()
+        # Until a rank is ready only its end counts: compiling kernels keeps its threads waiting.
+        if isinstance(report, RankReady) or report.rank in self._last_heard:
+            self._last_heard[report.rank] = time.monotonic()
         match report:
             case RankFailed(rank=rank, error=error):
                 self.fail(f"rank {rank} failed: {error}")
