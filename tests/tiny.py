@@ -16,6 +16,27 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+# What both DeepSeek checkpoints have: MoE layers after a dense one, groups of experts.
+_DEEPSEEK = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "max_position_embeddings": 4096,
+}
+
 
 def save_dsa(
     folder: Path,
@@ -29,28 +50,12 @@ def save_dsa(
     `head_scale` multiplies the logits: without it all tokens are nearly equally likely."""
     torch.manual_seed(seed)
     config = DeepseekV32Config(
+        **_DEEPSEEK,
         vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
         num_hidden_layers=3,
-        first_k_dense_replace=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=16,
         index_n_heads=32,
         index_head_dim=32,
         index_topk=index_topk,
-        max_position_embeddings=4096,
         bos_token_id=1,
         eos_token_id=2,
     )
@@ -65,7 +70,7 @@ def save_dsa_chat(folder: Path, tokenizer_of: Path) -> Path:
     """`save_dsa` that speaks: the vocabulary, tokenizer and chat template of the model in
     `tokenizer_of`. Its weights are float32; what it says is noise."""
     vocab_size = json.loads((tokenizer_of / "config.json").read_text())["vocab_size"]
-    save_dsa(folder, vocab_size=vocab_size, head_scale=60.0)
+    save_dsa(folder, vocab_size=vocab_size, head_scale=20.0)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer_of / name, folder)
     ends = {"bos_token_id": 1, "eos_token_id": 2}
@@ -77,25 +82,9 @@ def save_mla(folder: Path, *, vocab_size: int = 199, seed: int = 0) -> Path:
     """DeepSeek-V3: latent attention without an indexer."""
     torch.manual_seed(seed)
     config = DeepseekV3Config(
+        **_DEEPSEEK,
         vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
         num_hidden_layers=2,
-        first_k_dense_replace=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=16,
-        max_position_embeddings=4096,
     )
     DeepseekV3ForCausalLM(config).save_pretrained(folder)
     return folder
