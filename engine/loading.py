@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from engine.attention.group import GroupAttention
 from engine.attention.paged import PagedAttention
@@ -31,8 +31,8 @@ from kvcache.prefix_cache import PrefixCache
 
 log = logging.getLogger("plait.loading")
 
-_HOST = "127.0.0.1"  # the ranks of a group are on one host
-_BLOCK_TOKENS = {"cpu": 8192, "cuda": 32768}  # see docs/architecture.md on streamed reading
+# Context tokens gathered at a time; more would only grow the workspace, fewer cost a pass each.
+_BLOCK_TOKENS = {"cpu": 8192, "cuda": 32768}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +55,14 @@ def load_engine(config: WorkerConfig) -> Engine:
     try:
         weights = load_weights(config, 0)
         capacity = plan_capacity(config, weights.model, weights.device, weights.bytes_per_token)
-        store = TCPStore(_HOST, 0, config.cp_size, is_master=True, wait_for_workers=False)
         setup = Setup(
-            store_port=store.port,
+            store_file=group.store_file,
             page_size=capacity.page_size,
             num_pages=capacity.num_pages,
             context_length=capacity.context_length,
         )
         group.setup(setup)
-        leader = build_rank(config, 0, weights, setup, store)
+        leader = build_rank(config, 0, weights, setup)
         group.wait_ready()
     except BaseException:
         group.kill()
@@ -87,13 +86,10 @@ def load_weights(config: WorkerConfig, rank: int) -> Weights:
     return Weights(model, device, torch.float32 if device.type == "cpu" else dtype)
 
 
-def build_rank(
-    config: WorkerConfig, rank: int, weights: Weights, setup: Setup, store: TCPStore | None = None
-) -> Rank:
+def build_rank(config: WorkerConfig, rank: int, weights: Weights, setup: Setup) -> Rank:
     """Join the other ranks, who all call this at the same time, and lay out this rank's pool."""
     device, model = weights.device, weights.model
-    if store is None:
-        store = TCPStore(_HOST, setup.store_port, config.cp_size, is_master=False)
+    store = FileStore(setup.store_file, config.cp_size) if config.cp_size > 1 else None
     mesh = Mesh(rank, config.cp_size, device, store)
     pool = KVPool.create(
         model.geometry,

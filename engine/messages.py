@@ -67,7 +67,7 @@ ToFrontend = Hello | Outputs | Heartbeat | Goodbye
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     """To each rank once: what the leader settled for all, and where they meet."""
 
-    store_port: int  # of the rendezvous on the leader's host
+    store_file: str  # of the rendezvous: a file that only this user can reach
     page_size: int
     num_pages: int  # physical, of each rank
     context_length: int

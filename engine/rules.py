@@ -10,6 +10,8 @@ import torch
 from engine.config import WorkerConfig
 from engine.parallel.deal import DEAL_MODES
 
+MAX_RANKS = 64
+
 
 class RuleError(ValueError):
     """Options that cannot work together, or not with this model or machine."""
@@ -18,8 +20,8 @@ class RuleError(ValueError):
 def check_rules(config: WorkerConfig, model_config: Any, device: torch.device) -> None:
     """`model_config`: the transformers config. Raises RuleError."""
     cp = f"--prefill-cp-size {config.cp_size}"
-    if config.cp_size < 1:
-        raise RuleError(f"{cp}: a group has 1 rank or more")
+    if not 1 <= config.cp_size <= MAX_RANKS:
+        raise RuleError(f"{cp}: a group has 1 to {MAX_RANKS} ranks")
     if config.role == "decode" and (config.cp_size > 1 or config.shared_kv):
         raise RuleError(
             f"{cp}, --enable-nsa-prefill-cp-shared-kv: decode workers hold the whole KV on one "
@@ -41,9 +43,11 @@ def check_rules(config: WorkerConfig, model_config: Any, device: torch.device) -
     page_size = 64 if config.page_size is None else config.page_size
     if getattr(model_config, "index_topk", None) and page_size != 64:
         raise RuleError(f"--page-size {page_size}: models with a lightning indexer need 64")
-    if device.type == "cuda" and torch.cuda.device_count() < config.cp_size:
+    first = device.index or 0
+    if device.type == "cuda" and torch.cuda.device_count() < first + config.cp_size:
         raise RuleError(
-            f"{cp}: a rank needs a GPU of its own and this machine has {torch.cuda.device_count()}"
+            f"{cp}, --device {device}: a rank needs a GPU of its own, from number {first} on, and "
+            f"this machine has {torch.cuda.device_count()}"
         )
     _check_storage(config)
 

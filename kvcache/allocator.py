@@ -46,6 +46,7 @@ class CPSharedPagedAllocator:
         self._free = [
             list(range(self.total_pages - cp_size + 1 + i, 0, -cp_size)) for i in self._lanes
         ]
+        self._num_allocs = 0
         self._released: list[list[int]] = [[] for _ in self._lanes]
         self._held = bytearray(self.total_pages + 1)  # by page: 1 where held
 
@@ -109,12 +110,15 @@ class CPSharedPagedAllocator:
         )
 
     def lane_after(self, page: int | None) -> int:
-        """Where a request whose last page is `page` goes on; the fullest lane (the first of equals)
-        where it has none."""
+        """Where a request whose last page is `page` goes on; the fullest lane where it has none,
+        equally full ones in turn: the first pages of requests stay cached longest."""
         if page is not None:
             return (lane_of_page(page, self.num_lanes) + 1) % self.num_lanes
         available = self.available_by_lane()
-        return available.index(max(available))
+        turn = self._num_allocs % self.num_lanes
+        return max(
+            self._lanes, key=lambda lane: (available[lane], -((lane - turn) % self.num_lanes))
+        )
 
     def needs_by_lane(self, num_pages: int, start_lane: int) -> list[int]:
         """How many pages `alloc(num_pages, start_lane)` takes from each lane."""
@@ -131,6 +135,7 @@ class CPSharedPagedAllocator:
         needs = self.needs_by_lane(num_pages, start)
         if not self._reserve(needs):
             return None
+        self._num_allocs += 1
         pages = [0] * num_pages
         for lane, need in enumerate(needs):
             if need:

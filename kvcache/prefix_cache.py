@@ -149,7 +149,7 @@ class PrefixCache:
     def alloc(self, num_pages: int, after_page: int | None = None) -> list[int] | None:
         """`num_pages` pages for one request, whose last page so far is `after_page` (None: it has
         none). Evicts what is needed for it; None, and nothing has changed, where that would not
-        be enough."""
+        be enough. Pages are dealt in turn to the lanes, unless only an uneven deal can be had."""
         start_lane = self._allocator.lane_after(after_page)
         pages = self._allocator.alloc(num_pages, start_lane)
         if pages is not None:
@@ -158,12 +158,23 @@ class PrefixCache:
         if after_page is None:
             start_lane = obtainable.index(max(obtainable))  # the fullest, once evicted
         needs = self._allocator.needs_by_lane(num_pages, start_lane)
-        if any(need > most for need, most in zip(needs, obtainable, strict=True)):
+        if all(need <= most for need, most in zip(needs, obtainable, strict=True)):
+            self._make_room(needs)
+            return self._allocator.alloc(num_pages, start_lane)
+        if num_pages > sum(obtainable):
             return None
+        lanes = []
+        for _ in range(num_pages):
+            lane = obtainable.index(max(obtainable))
+            obtainable[lane] -= 1
+            lanes.append(lane)
+        self._make_room([lanes.count(lane) for lane in range(len(obtainable))])
+        return self._allocator.alloc_lanes(lanes)
+
+    def _make_room(self, needs: Sequence[int]) -> None:
+        """Evict until needs[lane] pages of each lane are free; the caller knows that it can be."""
         available = self._allocator.available_by_lane()
-        missing = [max(0, need - have) for need, have in zip(needs, available, strict=True)]
-        self._evict_lanes(missing)
-        return self._allocator.alloc(num_pages, start_lane)
+        self._evict_lanes([max(0, n - have) for n, have in zip(needs, available, strict=True)])
 
     def free(self, pages: Sequence[int]) -> None:
         """Give back pages that a request owns. ValueError, and nothing has changed, where one is

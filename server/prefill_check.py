@@ -11,6 +11,7 @@ import json
 import math
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -28,8 +29,8 @@ from server import config, logs, model_source
 from server.bench.workload import corpus
 from server.config import ServeConfig
 from server.launcher import socket_folder
-from server.supervisor import PACKAGE_ROOT, worker_command
-from server.tokenizer import Tokenizer
+from server.supervisor import KILL_AFTER_S, PACKAGE_ROOT, worker_command
+from server.tokenizer import Tokenizer, TokenizerError
 
 NUM_SHOWN = 5  # likeliest next tokens
 _POLL_S = 0.2
@@ -66,11 +67,21 @@ def main(args: dict[str, object]) -> int:
     config_file = args.pop("config", None)
     options = config.load(args, None if config_file is None else str(config_file))
     logs.configure(options.log_level)
+    if json_file is not None and not Path(str(json_file)).parent.is_dir():
+        raise config.ConfigError(f"--json {json_file}: expected a file in a folder that exists")
+    # A SIGTERM unwinds, so that the worker and the folder of its socket go as well.
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:
         folder = model_source.resolve(options.model)
         tokenizer = Tokenizer.from_folder(folder)
         report = check(options, folder, tokenizer, _prompt_ids(own, tokenizer), _count(own))
-    except (PrefillCheckError, model_source.ModelSourceError, OSError) as error:
+    except (
+        PrefillCheckError,
+        model_source.ModelSourceError,
+        TokenizerError,
+        OSError,
+        subprocess.TimeoutExpired,
+    ) as error:
         print(f"plait prefill-check: {error}", file=sys.stderr)
         return 1
     _print(report)
@@ -92,9 +103,11 @@ def check(
         worker_config = options.worker_config(model_path=folder, frontend_address=channel.address)
         process = subprocess.Popen(worker_command(worker_config), cwd=PACKAGE_ROOT)
         try:
-            return _Session(channel, process).check(options, tokenizer, prompt_ids, num_tokens)
+            report = _Session(channel, process).check(options, tokenizer, prompt_ids, num_tokens)
+            process.wait(KILL_AFTER_S)
+            return report
         finally:
-            process.terminate()
+            process.kill()  # where it is still there: nobody waits for its answer any more
             process.wait()
             channel.close()
 
@@ -192,7 +205,7 @@ class _Session:
 
 def _prompt_ids(own: dict[str, object], tokenizer: Tokenizer) -> list[int]:
     if own["prompt_file"] is not None:
-        text = Path(str(own["prompt_file"])).read_text(encoding="utf-8")
+        text = _read(Path(str(own["prompt_file"])))
     else:
         text = corpus() if own["prompt"] is None else str(own["prompt"])
     ids = tokenizer.encode(text)
@@ -204,6 +217,13 @@ def _prompt_ids(own: dict[str, object], tokenizer: Tokenizer) -> list[int]:
     if not ids:
         raise config.ConfigError("--prompt: expected text of at least one token")
     return ids
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise config.ConfigError(f"--prompt-file {path}: {error}; expected UTF-8 text") from error
 
 
 def _count(own: dict[str, object]) -> int:

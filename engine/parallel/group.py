@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import msgspec
 
-from engine.channel import plans_pipe, reports_pipe
+from engine.channel import Pipe, plans_pipe, reports_pipe
 from engine.config import RankConfig, WorkerConfig
 from engine.messages import (
     RankBeat,
@@ -32,6 +32,7 @@ from engine.messages import (
     StepDone,
     Stop,
     ToLeader,
+    ToRank,
 )
 from engine.plan import StepPlan
 
@@ -39,9 +40,14 @@ log = logging.getLogger("plait.group")
 
 GROUP_FAILED = 3  # exit code of a leader whose group has lost a rank
 BAD_OPTIONS = 2
-SILENCE_S = 6.0  # three heartbeats of two seconds: a rank that says nothing for so long is lost
+# A rank that has said nothing in three looks of two seconds is lost. Looks are counted, not time,
+# so a leader that was itself held up loses nobody.
+LOOK_S = 2.0
+MAX_SILENT_LOOKS = 3
+MAX_START_LOOKS = 300  # until a rank is ready: ten minutes
 _POLL_S = 0.1
 _CAUSE_S = 2.0
+_MAX_BASE_BYTES = 70
 
 
 class Group:
@@ -50,13 +56,27 @@ class Group:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.size = config.cp_size
-        self._folder = Path(tempfile.mkdtemp(prefix="plait-group-"))  # 0700
         self._is_closing = False
+        self._failing = threading.Lock()
         self._done: queue.SimpleQueue[RankReady | StepDone] = queue.SimpleQueue()
-        self._last_heard: dict[int, float] = {}
-        reports = f"ipc://{self._folder}/reports"
-        self._plans = []
+        self._silent_looks: dict[int, int] = dict.fromkeys(range(1, self.size), 0)
+        self._is_ready: set[int] = set()
+        self._plans: list[Pipe[ToRank]] = []
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._folder = _private_folder(config) if self.size > 1 else None
+        try:
+            self._start(config)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def store_file(self) -> str:
+        """Where the ranks meet to set up their collectives."""
+        return f"{self._folder}/store"
+
+    def _start(self, config: WorkerConfig) -> None:
+        reports = f"ipc://{self._folder}/reports"
         for rank in range(1, self.size):
             address = f"ipc://{self._folder}/plans-{rank}"
             self._plans.append(plans_pipe(address, is_leader=True))
@@ -98,7 +118,7 @@ class Group:
         for process in self._processes.values():
             process.kill()
             process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
 
     def close(self) -> None:
         """End the ranks and wait for them."""
@@ -112,7 +132,11 @@ class Group:
                 process.wait()
         for pipe in self._plans:
             pipe.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def fail_step(self, plan: StepPlan, error: Exception) -> NoReturn:
         """The leader's own part of a step failed. Where that was because another rank is gone, the
@@ -129,12 +153,13 @@ class Group:
     def fail(self, reason: str, exit_code: int = GROUP_FAILED) -> NoReturn:
         """End the whole group now. Callable from any thread: the main one may be in a collective
         that will never return."""
+        self._failing.acquire()  # the first reason is the cause; another thread waits for the end
         log.critical("the group of %d ranks ends: %s", self.size, reason)
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
             process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
         logging.shutdown()
         os._exit(exit_code)
 
@@ -147,24 +172,36 @@ class Group:
     def _watch(self, address: str) -> None:
         """The thread that reads reports and notices losses, whatever the main thread does."""
         pipe = reports_pipe(address, is_leader=True)
+        next_look = time.monotonic() + LOOK_S
         while not self._is_closing:
-            report = pipe.receive(_POLL_S)
-            if report is not None:
+            timeout_s = _POLL_S
+            while (report := pipe.receive(timeout_s)) is not None:
                 self._take(report)
+                timeout_s = 0.0  # all that is there, before anyone is judged
             for rank, process in self._processes.items():
                 code = process.poll()
                 if code is not None and not self._is_closing:
                     self.fail(_ending(rank, process.pid, code), _exit_code(code))
-            now = time.monotonic()
-            for rank, heard in self._last_heard.items():
-                if now - heard > SILENCE_S and not self._is_closing:
-                    self.fail(f"rank {rank} has said nothing for {SILENCE_S:.0f} s")
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + LOOK_S
+                self._look()
         pipe.close()
 
+    def _look(self) -> None:
+        for rank in self._silent_looks:
+            self._silent_looks[rank] += 1
+            is_ready = rank in self._is_ready
+            most = MAX_SILENT_LOOKS if is_ready else MAX_START_LOOKS
+            if self._silent_looks[rank] > most and not self._is_closing:
+                what = "said nothing" if is_ready else "not become ready"
+                self.fail(f"rank {rank} has {what} for {most * LOOK_S:.0f} s")
+
     def _take(self, report: ToLeader) -> None:
-        # Until a rank is ready only its end counts: compiling kernels keeps its threads waiting.
-        if isinstance(report, RankReady) or report.rank in self._last_heard:
-            self._last_heard[report.rank] = time.monotonic()
+        if isinstance(report, RankReady):
+            self._is_ready.add(report.rank)
+        # Until a rank is ready its beats do not count: compiling kernels keeps its threads waiting.
+        if report.rank in self._is_ready:
+            self._silent_looks[report.rank] = 0
         match report:
             case RankFailed(rank=rank, error=error):
                 self.fail(f"rank {rank} failed: {error}")
@@ -172,6 +209,17 @@ class Group:
                 self._done.put(report)
             case RankBeat():
                 pass
+
+
+def _private_folder(config: WorkerConfig) -> Path:
+    """A folder for the group's sockets that only this user can enter: inside the front end's where
+    it has one, so that it goes with it. Socket paths are limited to some 100 bytes."""
+    base = Path(tempfile.gettempdir())
+    if config.frontend_address.startswith("ipc://"):
+        base = Path(config.frontend_address.removeprefix("ipc://")).parent
+    if len(os.fsencode(base)) > _MAX_BASE_BYTES:
+        base = Path("/tmp")
+    return Path(tempfile.mkdtemp(prefix="plait-group-", dir=base))
 
 
 def _spawn(config: RankConfig) -> subprocess.Popen[bytes]:

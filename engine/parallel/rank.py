@@ -14,11 +14,7 @@ import msgspec
 
 from engine.channel import plans_pipe, reports_pipe
 from engine.config import RankConfig
-from engine.loading import build_rank, load_weights
 from engine.messages import RankBeat, RankFailed, RankReady, RunStep, Setup, StepDone, Stop
-from engine.model.config import ConfigError
-from engine.model.weights import WeightError
-from engine.parallel.group import BAD_OPTIONS
 from engine.process import die_with_parent, set_title
 
 log = logging.getLogger("plait.rank")
@@ -29,6 +25,8 @@ _FOREVER_S = 3600.0
 
 def serve(config: RankConfig) -> int:
     """Load, meet the others, execute plans until told to stop."""
+    from engine.loading import build_rank, load_weights  # seconds: see main
+
     plans = plans_pipe(config.plans_address, is_leader=False)
     reports = reports_pipe(config.reports_address, is_leader=False)
     ended = threading.Event()
@@ -61,6 +59,8 @@ def serve(config: RankConfig) -> int:
             case Stop():
                 ended.set()
                 return 0
+            case None:
+                pass
             case _:
                 log.warning("a message that is no plan was dropped")
 
@@ -83,6 +83,11 @@ def main() -> int:
     # What ends a rank is its leader.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Only now what takes seconds to import: from here on this process ends with its leader.
+    from engine.model.config import ConfigError
+    from engine.model.weights import WeightError
+    from engine.parallel.group import BAD_OPTIONS
+
     try:
         return serve(config)
     except (ConfigError, WeightError, ValueError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.req import Req
-from kvcache.prefix_cache import Match, PrefixCache
+from kvcache.prefix_cache import PrefixCache
 
 
 class Admission:
@@ -25,13 +25,14 @@ class Admission:
         match = self._cache.match([] if req.scores_prompt else token_ids[:-1])
         if not req.scores_prompt and self._is_being_computed(req, match.num_tokens, prefilling):
             return "later"
-        pages = self._alloc(req, match, num_running)
-        if pages is None and num_running == 0 and match.pages:
-            # Alone, and still no pages: the prefix lies unevenly over the lanes. Without it all
-            # pages can be had.
-            match = self._cache.match([])
-            pages = self._alloc(req, match, num_running)
+        num_new = -(-len(token_ids) // self._page_size) - len(match.pages)
+        self._cache.lock(match.node)
+        pages = None
+        # Each running request may soon need one more page: start none that would be retracted.
+        if num_running == 0 or num_new + num_running <= self._cache.obtainable_pages:
+            pages = self._cache.alloc(num_new, match.pages[-1] if match.pages else None)
         if pages is None:
+            self._cache.unlock(match.node)
             return "full"
         req.node = match.node
         req.pages = match.pages + pages
@@ -40,18 +41,6 @@ class Admission:
         if req.num_cached is None:
             req.num_cached = min(match.num_tokens, req.num_prompt)
         return "admitted"
-
-    def _alloc(self, req: Req, match: Match, num_running: int) -> list[int] | None:
-        """The pages that `req` needs after `match`, whose node is locked then; None: too few."""
-        num_new = -(-len(req.token_ids) // self._page_size) - len(match.pages)
-        self._cache.lock(match.node)
-        pages = None
-        # Each running request may soon need one more page: start none that would be retracted.
-        if num_running == 0 or num_new + num_running <= self._cache.obtainable_pages:
-            pages = self._cache.alloc(num_new, match.pages[-1] if match.pages else None)
-        if pages is None:
-            self._cache.unlock(match.node)
-        return pages
 
     def _is_being_computed(self, req: Req, start: int, prefilling: Iterable[Req]) -> bool:
         end = start + self._page_size

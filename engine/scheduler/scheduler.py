@@ -104,7 +104,7 @@ class Scheduler:
             self._extend(r, share) for r, share in zip(prefilling, shares, strict=True) if share
         ]
         if not extends:
-            if self._waiting:
+            if self._waiting and not retracted:
                 raise RuntimeError(f"a waiting request fits an empty pool never: {self.load}")
             return None
         self._step += 1

@@ -25,13 +25,14 @@ class Client:
         self.prompt_logprobs: dict[str, list] = {}
         self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.prompts: dict[str, list[int]] = {}
+        self.sampling: dict[str, dict] = {}
 
     def close(self) -> None:
         self.engine.close()
 
     def submit(self, rid: str, prompt: list[int], **sampling) -> None:
         sampling.setdefault("max_tokens", 12)
-        self.prompts[rid] = prompt
+        self.prompts[rid], self.sampling[rid] = prompt, sampling
         request = Request(rid=rid, token_ids=prompt, sampling=SamplingParams(**sampling))
         self._see(self.engine.scheduler.submit(request, []))
 

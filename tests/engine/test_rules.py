@@ -45,7 +45,7 @@ def config(**options) -> WorkerConfig:
             "--prefill-cp-size 1, --enable-nsa-prefill-cp-shared-kv: decode workers hold the "
             "whole KV on one rank; give these flags to prefill groups only",
         ),
-        ({"cp_size": 0}, Dense, "--prefill-cp-size 0: a group has 1 rank or more"),
+        ({"cp_size": 0}, Dense, "--prefill-cp-size 0: a group has 1 to 64 ranks"),
         (
             {"cp_size": 2, "cp_mode": "zigzag"},
             Dense,

@@ -110,15 +110,17 @@ class Traces(RuleBasedStateMachine):
         assert self.cache.obtainable_pages == min(most) * self.cp_size
         pages = self.cache.alloc(num_pages, after_page)
         if pages is None:
-            assert num_pages > min(most) * self.cp_size
-            if after_page is not None:
-                lanes = [(after_page + i) % self.cp_size for i in range(num_pages)]
-                assert any(lanes.count(lane) > most[lane] for lane in range(self.cp_size))
+            assert num_pages > sum(most)
             return []
         assert len(set(pages)) == len(pages) == num_pages
         lanes = [(page - 1) % self.cp_size for page in pages]
-        first = lanes[0] if after_page is None else after_page % self.cp_size
-        assert lanes == [(first + i) % self.cp_size for i in range(num_pages)]
+        assert all(lanes.count(lane) <= most[lane] for lane in range(self.cp_size))
+        # In turn from the lane after the last page, or from a fullest one, unless that cannot be.
+        first = most.index(max(most)) if after_page is None else after_page % self.cp_size
+        in_turn = [(first + i) % self.cp_size for i in range(num_pages)]
+        if all(in_turn.count(lane) <= most[lane] for lane in range(self.cp_size)):
+            begin = lanes[0] if after_page is None else first
+            assert lanes == [(begin + i) % self.cp_size for i in range(num_pages)]
         missing = [lanes.count(lane) - free[lane] for lane in range(self.cp_size)]
         while max(missing) > 0:
             evicted = self.model.evict_one(locked)

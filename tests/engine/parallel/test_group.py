@@ -32,12 +32,17 @@ def ask(client: Client, rid: str, token_ids: list[int], num: int = 6) -> None:
 def assert_same(group: Client, alone: Client) -> None:
     for rid, token_ids in group.prompts.items():
         key = f"{len(alone.prompts)}"
-        ask(alone, key, token_ids, len(group.tokens[rid]))
+        alone.submit(key, token_ids, **group.sampling[rid])
         alone.run()
         assert group.tokens[rid] == alone.tokens[key], rid
         for got, want in zip(group.logprobs[rid], alone.logprobs[key], strict=True):
             # float32 sums in another order: about 1e-5 on these logits
             assert dict(got.top) == pytest.approx(dict(want.top), abs=1e-4), rid
+        scores = [
+            [e.logprob for e in c.prompt_logprobs.get(r, [])[1:]]
+            for c, r in ((group, rid), (alone, key))
+        ]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-4), rid
 
 
 @pytest.mark.parametrize(
@@ -55,9 +60,18 @@ def test_ranks_answer_as_one(folder, alone, size, mode, block_tokens):
     )
     try:
         # Prompts of a few tokens and of unequal odd lengths in one batch, in chunks, cold.
-        for length in [*range(1, 2 * size + 2), 33, 101, 257]:
+        # 16 and 17 tokens are just within and just beyond what the indexer selects.
+        for length in [*range(1, 2 * size + 2), 16, 17, 33, 101, 257]:
             ask(group, f"{length}", prompt(length, length))
         group.run()
+        group.submit(
+            "scored",
+            prompt(130, 7),
+            max_tokens=6,
+            seed=3,
+            prompt_logprobs=0,
+            repetition_penalty=1.2,
+        )
         # A prefix hit, beside a cold request.
         ask(group, "hit", [*prompt(257, 257)[:200], 5, 6, 7])
         ask(group, "cold", prompt(70, 1))

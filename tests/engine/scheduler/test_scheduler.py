@@ -272,3 +272,33 @@ def test_random_traffic_answers_as_if_alone(seed, lanes):
             assert h.tokens[rid] == expected[: len(h.tokens[rid])]
         else:
             assert h.tokens[rid] == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), lanes=st.sampled_from([1, 2, 3]))
+def test_requests_of_any_length_that_fits_are_served_whatever_the_lanes_hold(seed, lanes):
+    """Up to the whole pool, with prefixes in common: pages of a request then lie unevenly."""
+    rng = random.Random(seed)
+    h = Harness(num_pages=rng.randint(2, 4), chunk=rng.choice([4, 8, 64]), lanes=lanes)
+    room = h.context_length
+    text = [rng.randrange(VOCAB) for _ in range(room)]
+    wanted = {}
+    for i in range(rng.randint(2, 5)):
+        own = [rng.randrange(VOCAB) for _ in range(room)]
+        prompt = (text[: rng.choice([0, 4, 8])] + own)[: rng.randint(1, room - 1)]
+        wanted[f"r{i}"] = (prompt, rng.randint(1, room - len(prompt)))
+        h.submit(f"r{i}", *wanted[f"r{i}"])
+        for _ in range(rng.randint(0, 6)):
+            h.step()
+    h.run()
+    for rid, (prompt, max_tokens) in wanted.items():
+        assert h.tokens[rid] == answer(prompt, max_tokens)
+
+
+def test_one_page_requests_are_spread_over_the_lanes():
+    h = Harness(num_pages=16, lanes=2, max_running=12)
+    for i in range(12):
+        h.submit(f"r{i}", [i, i + 1, i + 2, i + 3, i + 4, i + 5], max_tokens=1)
+    h.run()
+    used = h.scheduler.used_pages_by_lane
+    assert sum(used) == 12 and max(used) - min(used) <= 2
