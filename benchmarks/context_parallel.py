@@ -199,6 +199,9 @@ def show(title: str, rows: list[dict[str, object]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument(
+        "--models", nargs="+", default=["dsa", "mla", "gqa"], choices=["dsa", "mla", "gqa"]
+    )
     parser.add_argument("--default-model", action="store_true", help="that one, not the small ones")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -212,7 +215,7 @@ def main() -> int:
             rows = equality({"default": default_model_path()}, args.sizes, True, 150)
             found = {"equality": [asdict(row) for row in rows]}
         else:
-            rows = equality(folders, args.sizes, False, 301)
+            rows = equality({m: folders[m] for m in args.models}, args.sizes, False, 301)
             found = {"equality": [asdict(row) for row in rows]}
             found["capacity"] = capacity(folders["dsa"], [2, 4])
             found["gathering"] = gathering(folders["dsa"], 2, [1024, 4032])
