@@ -18,6 +18,9 @@ from engine.types import SamplingParams, TokenLogprob
 
 _MASK = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GREEDY_BELOW = (
+    1e-6  # temperatures; dividing by less overflows, and draws nothing but the likeliest
+)
 _TOP_CANDIDATES = 1024  # a nucleus is looked for among this many before the vocabulary is sorted
 
 
@@ -123,7 +126,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
         for i in edited:
             logits[i] = states[i].edit(logits[i])
     tokens: list[int] = logits.argmax(-1).tolist()
-    random = [i for i, state in enumerate(states) if state.params.temperature > 0]
+    random = [i for i, state in enumerate(states) if state.params.temperature >= _GREEDY_BELOW]
     if random:
         chosen = _draw(logits[random], [states[i] for i in random])
         for i, token in zip(random, chosen, strict=True):

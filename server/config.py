@@ -193,6 +193,9 @@ class ServeConfig(BaseSettings):
         key file must not end up with an open server.
         """
         keys = [key.get_secret_value() for key in self.api_key]
+        is_given = "api_key" in self.model_fields_set or f"{ENV_PREFIX}API_KEY" in os.environ
+        if is_given and not keys:
+            raise ConfigError("--api-key: holds no key; expected one or more, or no such option")
         if self.api_key_file is not None:
             where = f"--api-key-file {self.api_key_file}"
             try:

@@ -17,7 +17,7 @@ from server.client import Submission
 from server.detokenizer import TokenBytes
 from server.openai import sampling
 from server.openai.api import Api
-from server.openai.errors import APIError, invalid
+from server.openai.errors import invalid, unsupported
 from server.openai.logprobs import chat_entries
 from server.openai.respond import respond
 from server.openai.schema import ChatCompletionRequest, read_body
@@ -72,8 +72,7 @@ def _max_tokens(body: ChatCompletionRequest) -> int | None:
 
 
 def _check(body: ChatCompletionRequest, api: Api) -> None:
-    """Raises APIError 400 for what this model or server does not do. Fails closed: an answer that
-    ignores a constraint is worse than none."""
+    """Raises APIError 400 for what this model or server does not do."""
     sampling.check(body, api.config)
     for name in ("max_tokens", "max_completion_tokens"):
         if getattr(body, name) == 0:
@@ -84,21 +83,13 @@ def _check(body: ChatCompletionRequest, api: Api) -> None:
         sampling.check_logprobs("top_logprobs", body.top_logprobs, api.config)
     if body.chat_template is not None:
         raise invalid("chat_template", "templates are not taken from requests")
-    if body.tools and body.tool_choice != "none":
-        raise _unsupported("tools")
-    if body.functions:
-        raise _unsupported("functions")
     if body.audio is not None:
-        raise _unsupported("audio")
-    kind = (body.response_format or {"type": "text"}).get("type")
-    if kind != "text":
-        raise _unsupported("response_format", f" of type {kind!r}; accepted is 'text'")
+        raise unsupported("audio")
     if body.modalities not in (None, [], ["text"]):
-        raise _unsupported("modalities", "; accepted is ['text']")
-
-
-def _unsupported(param: str, more: str = "") -> APIError:
-    return APIError(f"{param} is not supported{more}", param=param, code="unsupported_parameter")
+        raise unsupported("modalities", "; accepted is ['text']")
+    for place, message in enumerate(body.messages):
+        if message.tool_calls:
+            raise unsupported(f"messages[{place}].tool_calls")
 
 
 class _Chat:

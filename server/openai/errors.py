@@ -84,6 +84,11 @@ def invalid(param: str, message: str) -> APIError:
     return APIError(message, param=param, code="invalid_value")
 
 
+def unsupported(param: str, more: str = "") -> APIError:
+    """400: the field is known, what it asks for is not done here."""
+    return APIError(f"{param} is not supported{more}", param=param, code="unsupported_parameter")
+
+
 def overloaded(message: str, code: str = "overloaded") -> APIError:
     return APIError(message, status=503, code=code, retry_after_s=RETRY_AFTER_S)
 

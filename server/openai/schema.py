@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError, field_validator
+from starlette.requests import ClientDisconnect
 
 from server.openai.errors import APIError, from_validation
 
@@ -56,6 +57,11 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] | None = None
+    # Known, and refused unless they ask for what happens anyway.
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -89,10 +95,6 @@ class ChatCompletionRequest(GenerationBody):
     chat_template_kwargs: dict[str, bool | int | Finite | str | None] | None = None
     # Known, and refused unless they ask for what happens anyway.
     chat_template: Any = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
     audio: Any = None
 
@@ -158,7 +160,10 @@ async def read_body(request: Request, kind: type[M]) -> M:
             status=415,
             code="unsupported_media_type",
         )
-    body = await request.body()
+    try:
+        body = await request.body()
+    except ClientDisconnect as error:  # nobody reads the answer; it is counted, not logged
+        raise APIError("the client left", status=499, code="client_disconnected") from error
     try:
         value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

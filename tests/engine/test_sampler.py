@@ -59,6 +59,13 @@ def test_greedy_takes_the_likeliest():
     assert sample(rows, [state(temperature=0.0)] * 5) == rows.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-6, 1e-38, 1e-46, 5e-324])
+def test_a_vanishing_temperature_is_greedy(temperature):
+    rows = logits(5, 64)
+    states = [state(temperature=temperature, seed=i) for i in range(5)]
+    assert sample(rows, states) == rows.argmax(-1).tolist()
+
+
 def test_frequencies_follow_the_softmax():
     row = logits(8, seed=3, scale=1.0)
     tokens = draws(row, 20000, temperature=1.7, seed=11)

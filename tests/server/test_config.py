@@ -218,9 +218,19 @@ def test_every_port_is_accepted_as_text_and_kept(port: int) -> None:
     assert config.parse(["--port", str(port)]).port == port
 
 
-@given(st.lists(st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1)))
+@given(
+    st.lists(st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1), min_size=1)
+)
 def test_a_list_survives_being_joined_by_commas(keys: list[str]) -> None:
     argv = [part for key in keys for part in ("--api-key", key)]
     repeated = config.parse(argv).api_keys()
     joined = config.parse([f"--api-key={','.join(keys)}"]).api_keys()
     assert repeated == joined == tuple(dict.fromkeys(keys))
+
+
+def test_an_empty_key_does_not_open_the_server(monkeypatch):
+    with pytest.raises(ConfigError, match="--api-key: holds no key"):
+        config.parse(["--api-key", ""]).api_keys()
+    monkeypatch.setenv("PLAIT_API_KEY", "")
+    with pytest.raises(ConfigError, match="--api-key: holds no key"):
+        config.parse([]).api_keys()
