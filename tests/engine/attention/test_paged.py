@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-import engine.attention.stream as stream
+import engine.attention.running as running
 from engine.attention.paged import PagedAttention
 from engine.batch import ForwardBatch
 from kvcache.layout import KVGeometry
@@ -164,8 +164,7 @@ def test_any_workspace_will_do(
 ) -> None:
     """A workspace of a few bytes: one query, one decode at a time."""
     torch.manual_seed(13)
-    monkeypatch.setattr(stream, "WORKSPACE_BYTES", 1)
-    monkeypatch.setattr("engine.attention.paged.WORKSPACE_BYTES", 1)
+    monkeypatch.setitem(running._WORKSPACE_BYTES, "cpu", 1)
     data = MlaData.random(work, NOPE)
     assert (data.run(16, topk) - data.expected(topk)).abs().max() < 1e-4
 
