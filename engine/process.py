@@ -9,6 +9,9 @@ import sys
 
 import setproctitle
 
+# Exit code of a worker or rank whose model or options cannot work: a restart will not help.
+BAD_OPTIONS = 2
+
 _PR_SET_PDEATHSIG = 1
 
 

@@ -27,13 +27,12 @@ from engine.metrics import WorkerMetrics
 from engine.model.config import ConfigError
 from engine.model.weights import WeightError
 from engine.plan import StepPlan
-from engine.process import die_with_parent, set_title
+from engine.process import BAD_OPTIONS, die_with_parent, set_title
 from engine.types import TokenOut
 
 log = logging.getLogger("plait.worker")
 
 HEARTBEAT_S = 0.5
-BAD_OPTIONS = 2  # exit code: the model or an option cannot work, a restart will not help
 
 
 class Worker:

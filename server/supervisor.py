@@ -21,6 +21,7 @@ import msgspec
 
 import engine
 from engine.config import WorkerConfig
+from engine.process import BAD_OPTIONS
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,6 @@ POLL_S = 0.05
 LOOK_S = 2.0
 MAX_SILENT_LOOKS = 3
 KILL_AFTER_S = 10.0  # a busy machine may be in the middle of a long step
-# An exit code by which a worker says that its options cannot work: it is not restarted.
-BAD_OPTIONS = 2
 # Read when a worker's libraries are loaded, so it cannot set them itself. An idle thread that spins
 # as long as libgomp likes makes a step ten times slower where another process wants its core; huge
 # pages save a tenth of the time that reading the weights takes. What the user sets comes first.

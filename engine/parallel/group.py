@@ -35,11 +35,11 @@ from engine.messages import (
     ToRank,
 )
 from engine.plan import StepPlan
+from engine.process import BAD_OPTIONS
 
 log = logging.getLogger("plait.group")
 
 GROUP_FAILED = 3  # exit code of a leader whose group has lost a rank
-BAD_OPTIONS = 2
 # A rank that has said nothing in three looks of two seconds is lost. Looks are counted, not time,
 # so a leader that was itself held up loses nobody.
 LOOK_S = 2.0

@@ -15,7 +15,7 @@ import msgspec
 from engine.channel import plans_pipe, reports_pipe
 from engine.config import RankConfig
 from engine.messages import RankBeat, RankFailed, RankReady, RunStep, Setup, StepDone, Stop
-from engine.process import die_with_parent, set_title
+from engine.process import BAD_OPTIONS, die_with_parent, set_title
 
 log = logging.getLogger("plait.rank")
 
@@ -86,7 +86,6 @@ def main() -> int:
     # Only now what takes seconds to import: from here on this process ends with its leader.
     from engine.model.config import ConfigError
     from engine.model.weights import WeightError
-    from engine.parallel.group import BAD_OPTIONS
 
     try:
         return serve(config)
