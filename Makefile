@@ -24,7 +24,7 @@ serve: install
 	@exec $(BIN)/plait serve $(ARGS)
 
 test: install-dev
-	@exec $(BIN)/python -m pytest $(ARGS)
+	@exec $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 test-gpu: install-dev
 	@exec $(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu $(ARGS)

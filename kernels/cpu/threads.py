@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -25,13 +26,15 @@ _KEPT_S = 30 * 24 * 3600
 def configure(num_threads: int) -> None:
     """Use `num_threads` threads in torch and, where it is installed, in numba.
 
-    To be called first in a worker, once: numba cannot start more threads than it sees here.
+    To be called first in a worker: numba cannot start more threads than it sees in the first call,
+    nor be told another number once its threads run.
     """
     if num_threads < 1:
         raise ValueError(f"num_threads is {num_threads}, expected 1 or more")
     torch.set_num_threads(num_threads)
     if importlib.util.find_spec("numba") is not None:
-        os.environ.setdefault("NUMBA_NUM_THREADS", str(num_threads))
+        if not _numba_threads_run():
+            os.environ.setdefault("NUMBA_NUM_THREADS", str(num_threads))
         prepare_numba()
 
 
@@ -44,6 +47,12 @@ def prepare_numba() -> None:
     from numba.core import config
 
     config.CACHE_DIR = folder  # numba may have been imported, and its settings read, before
+
+
+def _numba_threads_run() -> bool:
+    """Whether numba has started its threads: it fails when it then sees another NUMBA_NUM_THREADS."""
+    parallel = sys.modules.get("numba.np.ufunc.parallel")
+    return parallel is not None and bool(parallel._is_initialized)
 
 
 def cache_folder() -> Path:
