@@ -50,7 +50,7 @@ def prepare_numba() -> None:
 
 
 def _numba_threads_run() -> bool:
-    """Whether numba has started its threads: it fails when it then sees another NUMBA_NUM_THREADS."""
+    """Whether numba has started its threads. It then fails where it sees another number."""
     parallel = sys.modules.get("numba.np.ufunc.parallel")
     return parallel is not None and bool(parallel._is_initialized)
 
