@@ -1,0 +1,41 @@
+"""What the two sides of a hand-off tell each other about one room: values for the wire.
+
+A room is one request's transfer from one prefill group to one decode worker. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kvcache.transfer.record import PoolRecord
+
+
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the decode worker wants the pages of a request.
+
+    The page at request page position p >= first_position belongs into row page
+    dst_pages[p - first_position] of `pool`; earlier ones are there already.
+    """
+
+    session: str  # of the decode worker's transfer engine, "host:port"
+    pool: PoolRecord
+    first_position: int
+    dst_pages: list[int]
+
+
+class RoomReport(msgspec.Struct, frozen=True, kw_only=True, tag="room"):
+    """One from every rank for every room that was opened there, also when it owned no page.
+
+    "done": all of the rank's bytes are in the decode worker's memory. "failed", "closed": no write
+    of the room is running any more and none will start.
+    """
+
+    rank: int
+    room: str
+    status: Literal["done", "failed", "closed"]
+    error: str = ""
+    num_pages: int = 0  # sent by this rank
+    num_bytes: int = 0
+    seconds: float = 0.0  # in which at least one write was running
