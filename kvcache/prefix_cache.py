@@ -42,6 +42,7 @@ class Inserted:
     node: Node
     num_existing_tokens: int  # of the span, those that the tree had before
     pages: list[int]  # the tree's pages for the whole span; they replace the caller's
+    duplicates: list[int]  # the caller's pages that those replace: still the caller's, to free
 
 
 class PrefixCache:
@@ -118,7 +119,7 @@ class PrefixCache:
     ) -> Inserted:
         """Give the full pages of `token_ids` to the tree; `pages` holds at least as many, and what
         goes beyond stays the caller's. Where the tree has other pages for a part of the span, those
-        stay and the caller's are freed.
+        stay, and the caller frees its own once nobody reads them any more.
 
         With `after`, a node that the caller has locked, the span begins where that node ends (else
         at the first token) and nothing before it is read. ValueError, and no page has moved, where
@@ -143,8 +144,7 @@ class PrefixCache:
             node = self._tree.append(node, keys.slice(num_existing, num_pages), new)
             for page in new:
                 self._is_cached[page] = 1
-        self._allocator.free(duplicates)
-        return Inserted(node, num_existing * self.page_size, cached + new)
+        return Inserted(node, num_existing * self.page_size, cached + new, duplicates)
 
     def alloc(self, num_pages: int, after_page: int | None = None) -> list[int] | None:
         """`num_pages` pages for one request, whose last page so far is `after_page` (None: it has

@@ -64,6 +64,8 @@ class RunningSet:
             self._cache.unlock(req.node)
         req.node = inserted.node
         req.num_tree = num_full
+        if inserted.duplicates:
+            self._cache.free(inserted.duplicates)
         for i, page in enumerate(inserted.pages, first):
             if req.pages[i] != page:  # cached already, in other pages: the tree's win
                 req.num_pages_known = min(req.num_pages_known, i)

@@ -18,7 +18,9 @@ def cache_prompt(cache: PrefixCache, token_ids: list[int]) -> list[int]:
     num_new = len(token_ids) // cache.page_size - len(match.pages)
     pages = cache.alloc(num_new, match.pages[-1] if match.pages else None)
     assert pages is not None
-    return cache.insert(token_ids, match.pages + pages).pages
+    inserted = cache.insert(token_ids, match.pages + pages)
+    assert inserted.duplicates == []
+    return inserted.pages
 
 
 def accounts(cache: PrefixCache) -> tuple[int, int, int, int]:
@@ -50,13 +52,16 @@ def test_a_request_from_first_token_to_last() -> None:
     assert (again.pages, again.num_tokens, again.node) == ([1, 2], 4, inserted.node)
 
 
-def test_the_trees_pages_win_and_duplicates_are_freed() -> None:
+def test_the_trees_pages_win_and_the_caller_frees_its_duplicates() -> None:
     cache = make_cache(8)
     first, second = cache.alloc(2), cache.alloc(3)
     assert first == [1, 2] and second == [3, 4, 5]
     cache.insert([1, 2, 3, 4], first)
     inserted = cache.insert([1, 2, 3, 4, 5, 6], second)
     assert (inserted.num_existing_tokens, inserted.pages) == (4, [1, 2, 5])
+    assert inserted.duplicates == [3, 4]
+    assert accounts(cache) == (3, 2, 3, 0)
+    cache.free(inserted.duplicates)
     assert accounts(cache) == (5, 0, 3, 0)
     assert cache.match([1, 2, 3, 4, 5, 6]).pages == [1, 2, 5]
 
@@ -67,6 +72,7 @@ def test_inserting_what_is_there_changes_nothing() -> None:
     before = accounts(cache)
     inserted = cache.insert([1, 2, 3, 4], pages)
     assert (inserted.num_existing_tokens, inserted.pages) == (4, pages)
+    assert inserted.duplicates == []
     assert accounts(cache) == before
 
 

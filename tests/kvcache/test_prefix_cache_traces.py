@@ -176,6 +176,9 @@ class Traces(RuleBasedStateMachine):
         self.cache.lock(inserted.node)
         self.cache.unlock(request.node)
         request.node = inserted.node
+        replaced = [own for own, kept in zip(request.pages, pages, strict=False) if own != kept]
+        assert inserted.duplicates == replaced
+        self.cache.free(replaced)
         request.pages[: len(pages)] = pages
         request.num_locked = len(pages) * self.model.page_size
 
