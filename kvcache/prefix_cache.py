@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcache.allocator import CPSharedPagedAllocator, lane_of_page
+from kvcache.events import EventLog
 from kvcache.radix_tree import Node, PageKeys, RadixTree
 
 __all__ = ["Inserted", "Match", "Node", "PrefixCache"]
@@ -47,12 +48,13 @@ class Inserted:
 
 class PrefixCache:
     """Prefixes over one allocator. Pages are logical, accounts count pages, nothing is
-    thread-safe."""
+    thread-safe. `events`, where there is one, learns of every page that is cached or dropped."""
 
-    def __init__(self, allocator: CPSharedPagedAllocator) -> None:
+    def __init__(self, allocator: CPSharedPagedAllocator, events: EventLog | None = None) -> None:
         self._allocator = allocator
         self.page_size = allocator.page_size
-        self._tree = RadixTree(allocator.page_size, allocator.num_lanes)
+        self._tree = RadixTree(allocator.page_size, allocator.num_lanes, events)
+        self._events = events
         self._is_cached = bytearray(allocator.total_pages + 1)  # by page: 1 where it is the tree's
         self._last_eviction = (0, 0)  # pages asked for, pages evicted
 
@@ -195,6 +197,8 @@ class PrefixCache:
         if self.locked_pages:
             raise RuntimeError(f"cannot reset: {self.locked_pages} pages are locked")
         self.evict(self.evictable_pages)
+        if self._events is not None:
+            self._events.reset()
 
     def check(self) -> None:
         """AssertionError unless tree, allocator and counts agree. O(pages); for tests."""
@@ -206,6 +210,10 @@ class PrefixCache:
             raise AssertionError(f"the tree holds pages {sorted(pages)}, flagged are {flagged}")
         if not all(map(self._allocator.is_held, pages)):
             raise AssertionError("the tree holds a page that is free")
+        if self._events is not None:
+            hashes = [page for node in self._tree.nodes() for page in node.hashes]
+            if len(hashes) != len(pages) or self._events.held() != set(hashes):
+                raise AssertionError("the event log does not know exactly what the tree holds")
 
     def _evict_lanes(self, missing: list[int]) -> None:
         """Evict until missing[lane] pages of each lane are freed; the caller knows that there are

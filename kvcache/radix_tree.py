@@ -7,11 +7,11 @@ frees no page: it hands the pages of what it drops to its caller.
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from kvcache.allocator import count_lanes
+from kvcache.events import EventLog, chain_hashes, token_bytes
 
 _FIRST_RUN = 8  # pages encoded at first; runs then double
 
@@ -37,12 +37,8 @@ class PageKeys:
 
     def _encode(self, stop: int) -> None:
         tokens = self._token_ids[len(self._keys) * self._page_size : stop * self._page_size]
-        try:
-            data = array("I", tokens).tobytes()
-        except OverflowError:
-            bad = next(token for token in tokens if not 0 <= token < 2**32)
-            raise ValueError(f"token ids must be in [0, 2**32), got {bad}") from None
-        width = len(data) // (stop - len(self._keys))
+        data = token_bytes(tokens)
+        width = 4 * self._page_size
         self._keys += [data[i : i + width] for i in range(0, len(data), width)]
 
 
@@ -57,6 +53,7 @@ class Node:
 
     __slots__ = (
         "children",
+        "hashes",
         "hits",
         "in_heap",
         "keys",
@@ -73,6 +70,7 @@ class Node:
         parent: Node | None,
         keys: list[bytes],
         pages: list[int],
+        hashes: list[bytes],
         lanes: list[int],
         serial: int,
     ) -> None:
@@ -80,6 +78,7 @@ class Node:
         self.children: dict[bytes, Node] = {}  # by the child's first key
         self.keys = keys  # [num_pages]
         self.pages = pages  # [num_pages] logical
+        self.hashes = hashes  # [num_pages]; empty where nobody is told
         self.lanes = lanes  # [num_lanes] pages of this node in each lane
         self.locks = 0
         self.hits = 0
@@ -93,9 +92,10 @@ class RadixTree:
 
     Unlocked leaves wait in a heap by tick. A node has at most one entry there, which is put right
     when it comes up (touched since, locked or no leaf any more), so no operation scans the tree.
+    Where there is a log of events, every page has a hash, and what comes and goes is told to it.
     """
 
-    def __init__(self, page_size: int, num_lanes: int = 1) -> None:
+    def __init__(self, page_size: int, num_lanes: int = 1, events: EventLog | None = None) -> None:
         self.page_size = page_size
         self.num_lanes = num_lanes
         self.num_pages = 0
@@ -104,7 +104,9 @@ class RadixTree:
         self._clock = 0
         self._next_serial = 0
         self._heap: list[tuple[int, int, Node]] = []  # (tick, serial, node)
-        self.root = self._new_node(None, [], [])
+        self._events = events
+        # The root's hash stands before the first page's, as a parent's last one does elsewhere.
+        self.root = self._new_node(None, [], [], [events.root] if events else [])
 
     def walk(self, keys: PageKeys, start: Node | None = None) -> tuple[Node, list[int]]:
         """The longest prefix of `keys` that hangs below `start` (None: the root): its last node and
@@ -124,7 +126,11 @@ class RadixTree:
 
     def append(self, parent: Node, keys: list[bytes], pages: list[int]) -> Node:
         """A new leaf below `parent`, which has no child that begins with keys[0]."""
-        node = self._new_node(parent, keys, pages)
+        hashes: list[bytes] = []
+        if self._events is not None:
+            hashes = chain_hashes(parent.hashes[-1], keys)
+            self._events.store(hashes)
+        node = self._new_node(parent, keys, pages, hashes)
         parent.children[keys[0]] = node
         self.num_nodes += 1
         self.num_pages += len(pages)
@@ -176,6 +182,9 @@ class RadixTree:
         pages = leaf.pages[-num_pages:]
         del leaf.pages[-num_pages:]
         del leaf.keys[-num_pages:]
+        if self._events is not None:
+            self._events.remove(reversed(leaf.hashes[-num_pages:]))
+            del leaf.hashes[-num_pages:]
         self.num_pages -= num_pages
         for lane, count in enumerate(count_lanes(pages, self.num_lanes)):
             leaf.lanes[lane] -= count
@@ -225,9 +234,13 @@ class RadixTree:
 
     def _faults(self, node: Node) -> list[str]:
         parent = node.parent
+        hashes: list[bytes] = []
+        if self._events is not None and parent is not None:
+            hashes = chain_hashes(parent.hashes[-1], node.keys)
         wrong = {
             "parent link": parent is None or parent.children.get(node.keys[0]) is not node,
             "span": not node.pages or len(node.keys) != len(node.pages),
+            "hashes": node.hashes != hashes,
             "lanes": node.lanes != count_lanes(node.pages, self.num_lanes),
             "locks": node.locks < sum(child.locks for child in node.children.values()),
             "tick": parent is not None and parent.tick < node.tick,
@@ -253,21 +266,26 @@ class RadixTree:
         lower part, so that whoever locked it still unlocks the same path."""
         parent = node.parent
         assert parent is not None
-        upper = self._new_node(parent, node.keys[:num_pages], node.pages[:num_pages])
+        upper = self._new_node(
+            parent, node.keys[:num_pages], node.pages[:num_pages], node.hashes[:num_pages]
+        )
         upper.locks, upper.hits, upper.tick = node.locks, node.hits, node.tick
         parent.children[upper.keys[0]] = upper
         node.parent = upper
         del node.keys[:num_pages]
         del node.pages[:num_pages]
+        del node.hashes[:num_pages]
         node.lanes = [a - b for a, b in zip(node.lanes, upper.lanes, strict=True)]
         upper.children[node.keys[0]] = node
         self.num_nodes += 1
         return upper
 
-    def _new_node(self, parent: Node | None, keys: list[bytes], pages: list[int]) -> Node:
+    def _new_node(
+        self, parent: Node | None, keys: list[bytes], pages: list[int], hashes: list[bytes]
+    ) -> Node:
         lanes = count_lanes(pages, self.num_lanes)
         self._next_serial += 1
-        return Node(parent, keys, pages, lanes, self._next_serial)
+        return Node(parent, keys, pages, hashes, lanes, self._next_serial)
 
     def _touch(self, node: Node) -> None:
         self._clock += 1
