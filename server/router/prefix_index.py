@@ -1,22 +1,26 @@
 """Which worker holds which pages, by their hashes, as the workers' events tell.
 
 Owned by two threads: the reader applies events, the event loop asks. Neither waits for the other,
-and no step of either is long: a worker's hashes lie in many small sets, so that growing or freeing
-one takes microseconds. Knows no load and no request.
+and no step of either is long: a worker's hashes lie in many small tables, so that growing or
+freeing one takes microseconds. Knows no load and no request.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from kvcache.events import HASH_BYTES, KVEvents
+from kvcache.events import HASH_BYTES, KVEvents, split_hashes
+from server.router.breath import Breath
 
 _NUM_SHARDS = 256  # by a hash's first byte
-_SWEPT_SETS = 16  # freed at each apply
+_SWEPT_SHARDS = 16  # freed at each apply
+_BREATH_PAGES = 256  # some 0.1 ms
 
-Shards = list[set[bytes]]
+# Dicts for sets: the garbage collector walks through every set, but not through dicts of bytes and
+# None, and a full collection over a million hashes would stop the event loop for tens of ms.
+Shard = dict[bytes, None]
 
 
 class _Held:
@@ -34,7 +38,8 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
-        self._to_free: deque[set[bytes]] = deque()  # nobody asks for them; freed bit by bit
+        self._to_free: deque[Shard] = deque()  # nobody asks for them; freed bit by bit
+        self._breath = Breath(_BREATH_PAGES)  # the reader's
 
     def add(self, worker_key: str, max_pages: int) -> None:
         """A worker whose events count from now on; of its pages at most `max_pages` are kept, which
@@ -49,7 +54,7 @@ class PrefixIndex:
 
     def apply(self, worker_key: str, events: KVEvents) -> None:
         """What changed at a worker; nothing where it was not added. The reader thread only."""
-        for _ in range(min(_SWEPT_SETS, len(self._to_free))):
+        for _ in range(min(_SWEPT_SHARDS, len(self._to_free))):
             self._to_free.popleft().clear()
         held = self._held.get(worker_key)
         if held is None:
@@ -59,18 +64,18 @@ class PrefixIndex:
             held.shards = _new_shards()
             held.num_pages = 0
         shards = held.shards
-        for start in range(0, len(events.removed), HASH_BYTES):
-            page = events.removed[start : start + HASH_BYTES]
-            shard = shards[page[0]]
-            if page in shard:
-                shard.remove(page)
-                held.num_pages -= 1
-        for start in range(0, len(events.stored), HASH_BYTES):
-            page = events.stored[start : start + HASH_BYTES]
-            shard = shards[page[0]]
-            if page not in shard and held.num_pages < held.max_pages:
-                shard.add(page)
-                held.num_pages += 1
+        for run in self._runs(events.removed):
+            for page in run:
+                shard = shards[page[0]]
+                if page in shard:
+                    del shard[page]
+                    held.num_pages -= 1
+        for run in self._runs(events.stored):
+            for page in run:
+                shard = shards[page[0]]
+                if page not in shard and held.num_pages < held.max_pages:
+                    shard[page] = None
+                    held.num_pages += 1
 
     def matched(self, hashes: Sequence[bytes], worker_keys: Iterable[str]) -> dict[str, int]:
         """How many of the leading `hashes` each worker holds; 0 for one that was not added. Takes
@@ -81,6 +86,14 @@ class PrefixIndex:
         held = self._held.get(worker_key)
         return held.num_pages if held else 0
 
+    def _runs(self, data: bytes) -> Iterator[list[bytes]]:
+        """The hashes in `data`, with a breath after each run."""
+        width = HASH_BYTES * _BREATH_PAGES
+        for start in range(0, len(data), width):
+            run = split_hashes(data[start : start + width])
+            yield run
+            self._breath.after(len(run))
+
     def _num_leading(self, worker_key: str, hashes: Sequence[bytes]) -> int:
         held = self._held.get(worker_key)
         if held is None:
@@ -89,5 +102,5 @@ class PrefixIndex:
         return bisect_left(hashes, True, key=lambda page: page not in shards[page[0]])
 
 
-def _new_shards() -> Shards:
-    return [set() for _ in range(_NUM_SHARDS)]
+def _new_shards() -> list[Shard]:
+    return [{} for _ in range(_NUM_SHARDS)]
