@@ -10,14 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.store_kv import store_rows
 from kvcache.blocks import Block, plan_blocks
 from kvcache.layout import KVGeometry
 from kvcache.sharding import CpSharedKVLayout
+from kvcache.transfer.record import BufferRecord, PoolRecord
 
 Source: TypeAlias = Literal["latent", "kv", "index_keys"]
+Pages: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class KVPool:
         self.geometry = geometry
         self.num_pages = num_pages
         self._dtype = dtype
-        self._device = device
+        self._device = torch.device(device)
         self._layout = layout
         num_rows = (num_pages + 1) * layout.page_size
 
@@ -101,6 +105,10 @@ class KVPool:
         return self._layout.logical_size(self.num_pages * self.page_size)
 
     @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of this rank's buffers, the dummy page included."""
         return sum(buffer.nbytes for buffer in self.buffers())
@@ -110,6 +118,36 @@ class KVPool:
         return tuple(
             b for b in (self._latent, self._keys, self._values, self._index_keys) if b.numel()
         )
+
+    def record(self) -> PoolRecord:
+        """What a peer must know to write pages into this pool, or read them from it."""
+        num_row_pages = self.num_pages + 1
+        named = {
+            "latent": self._latent,
+            "keys": self._keys,
+            "values": self._values,
+            "index_keys": self._index_keys,
+        }
+        return PoolRecord(
+            page_size=self.page_size,
+            dtype=str(self._dtype).removeprefix("torch."),
+            num_row_pages=num_row_pages,
+            buffers=tuple(
+                BufferRecord(
+                    name=name,
+                    address=buffer.data_ptr(),
+                    num_layers=len(buffer),
+                    layer_bytes=buffer[0].nbytes,
+                    page_bytes=buffer[0].nbytes // num_row_pages,
+                )
+                for name, buffer in named.items()
+                if buffer.numel()
+            ),
+        )
+
+    def owned_pages(self, pages: Pages, positions: Pages) -> tuple[Pages, Pages]:
+        """This rank's share of a page list, both [num_pages]: (row pages, their positions)."""
+        return self._layout.filter_owned_pages(pages, positions)
 
     @staticmethod
     def page_bytes(geometry: KVGeometry, page_size: int, dtype: torch.dtype) -> int:

@@ -1,0 +1,35 @@
+"""Pools with random contents, for tests of transfers."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcache.layout import KVGeometry
+from kvcache.pool import KVPool
+
+PAGE = 4
+DSA = KVGeometry(num_layers=3, latent_dim=10, index_dim=6, index_layers=(0, 2))
+MLA = KVGeometry(num_layers=2, latent_dim=9)
+GQA = KVGeometry(num_layers=2, num_kv_heads=2, head_dim=4)
+GEOMETRIES = {"latent+index": DSA, "latent": MLA, "gqa": GQA}
+
+
+def random_pool(
+    geometry: KVGeometry, num_pages: int, seed: int, *, size: int = 1, rank: int = 0
+) -> KVPool:
+    pool = KVPool.create(geometry, PAGE, num_pages, torch.bfloat16, cp_size=size, cp_rank=rank)
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    for buffer in pool.buffers():
+        buffer.copy_(torch.randn(buffer.shape, generator=generator))
+    return pool
+
+
+def page(pool: KVPool, row_page: int) -> torch.Tensor:
+    """All bytes of a row page, by plain indexing."""
+    rows = slice(row_page * PAGE, (row_page + 1) * PAGE)
+    return torch.cat([buffer[:, rows].flatten().view(torch.uint8) for buffer in pool.buffers()])
+
+
+def contents(pool: KVPool) -> list[bytes]:
+    """The bytes of every row page, by number."""
+    return [page(pool, row_page).numpy().tobytes() for row_page in range(pool.num_pages + 1)]
