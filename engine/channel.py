@@ -1,22 +1,49 @@
-"""Typed ZeroMQ sockets: between a front end and its workers, and between a group's ranks.
+"""Typed ZeroMQ sockets: between front ends and workers, between workers, between a group's ranks.
 
-Owns framing, limits and counting of malformed messages. Knows no request state. The front end binds
-a ROUTER; each worker connects a DEALER whose identity is its instance id. A group's leader has a
-one-way pipe to each other rank and one that all of them report into.
+Owns framing, limits, encryption and the counting of malformed messages. Knows no request state. A
+worker binds a ROUTER; front ends and decode workers dial it, with a DEALER for each worker. A
+group's leader has a one-way pipe to each other rank and one that all of them report into.
 """
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+import logging
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from engine.messages import ToFrontend, ToLeader, ToRank, ToWorker
+from engine.cluster_key import ClusterKey, admit_only
+from engine.messages import (
+    Alive,
+    PeerKind,
+    Register,
+    ToDialer,
+    ToLeader,
+    ToRank,
+    ToWorker,
+)
+
+log = logging.getLogger("plait.channel")
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+ALIVE_S = 1.0
+_RECONNECT_MS = 100
+_MANY_REFUSALS = 3
+_RECONNECT_MAX_MS = 2000
+# zmq_socket_monitor(3): what a dialled socket tells of its connection.
+_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_REFUSED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 T = TypeVar("T")
+_Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+_Socket: TypeAlias = "zmq.Socket[bytes]"
 
 
 class _Codec(Generic[T]):
@@ -35,7 +62,7 @@ class _Codec(Generic[T]):
             return None
 
 
-def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+def _open(context: _Context, kind: int) -> _Socket:
     sock = context.socket(kind)
     sock.setsockopt(zmq.LINGER, 1000)  # ms
     sock.setsockopt(zmq.SNDHWM, 0)
@@ -44,75 +71,167 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[byte
     return sock
 
 
-class WorkerChannel:
-    """A worker's end. Not thread-safe."""
-
-    def __init__(self, address: str, instance_id: str) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sock = _open(self._context, zmq.DEALER)
-        self._sock.setsockopt(zmq.IDENTITY, instance_id.encode())
-        self._sock.connect(address)
-        self._codec: _Codec[ToWorker] = _Codec(ToWorker)
-        self.num_malformed = 0
-
-    def send(self, message: ToFrontend) -> None:
-        self._sock.send(self._codec.encode(message), copy=False)
-
-    def receive(self, timeout_s: float) -> list[ToWorker]:
-        """All messages that are there; waits up to `timeout_s` for the first."""
-        messages: list[ToWorker] = []
-        if not self._sock.poll(int(timeout_s * 1000)):
-            return messages
-        while True:
-            try:
-                frame = self._sock.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return messages
-            message = self._codec.decode(frame)
-            if message is None:
-                self.num_malformed += 1
-            else:
-                messages.append(message)
-
-    def close(self) -> None:
-        self._sock.close()
-        self._context.term()
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The connection to a dialled address broke: what was under way is lost, a new one is tried."""
 
 
-class FrontendChannel:
-    """The front end's end. `receive` and `send` belong to one thread; `post` may be called from one
-    other thread (the event loop's) and is carried out by `receive`."""
+Event: TypeAlias = "ToWorker | ToDialer | Disconnected"
 
-    def __init__(self, address: str) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sock = _open(self._context, zmq.ROUTER)
-        self._sock.bind(address)
-        inbox = f"inproc://outbox-{id(self)}"
-        self._outbox_in = _open(self._context, zmq.PULL)
-        self._outbox_in.bind(inbox)
-        self._outbox_out = _open(self._context, zmq.PUSH)
-        self._outbox_out.connect(inbox)
-        self._codec: _Codec[ToFrontend] = _Codec(ToFrontend)
+
+class Channel:
+    """One process's talk with its peers: those that dial it, named by the identity they came with,
+    and those that it dials, named by their address. `send` and `receive` belong to one thread;
+    `post` and `wake` may be called from any and take effect in `receive`.
+
+    A dialled address is told who dials it with the first message of each connection, and that this
+    process is alive about once a second as long as `receive` is called.
+    """
+
+    def __init__(
+        self,
+        kind: PeerKind,
+        name: str | None = None,
+        *,
+        bind: str | None = None,
+        key: ClusterKey | None = None,
+    ) -> None:
+        self.name = name or uuid.uuid4().hex
+        self._kind = kind
+        self._key = key
+        self._context: _Context = zmq.Context()
+        self._auth = admit_only(self._context, key) if bind is not None and key else None
         self._poller = zmq.Poller()
-        self._poller.register(self._sock, zmq.POLLIN)
+        self._asked: _Codec[ToWorker] = _Codec(ToWorker)
+        self._answered: _Codec[ToDialer] = _Codec(ToDialer)
+        self._dialled: dict[str, _Dialled] = {}
+        self._inbox = f"inproc://outbox-{id(self)}"
+        self._outbox_in = _open(self._context, zmq.PULL)
+        self._outbox_in.bind(self._inbox)
+        self._outbox_out = _open(self._context, zmq.PUSH)
+        self._outbox_out.connect(self._inbox)
+        self._outbox_lock = threading.Lock()
         self._poller.register(self._outbox_in, zmq.POLLIN)
-        self.address = self._sock.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._bound: _Socket | None = None
+        self.address = ""  # where peers reach this process, where it is bound
+        if bind is not None:
+            self._bind(bind)
         self.num_malformed = 0
+        self._alive_at = 0.0
+        self._complained: set[str] = set()
 
-    def post(self, instance_id: str, message: ToWorker) -> None:
-        """Send from the posting thread. A message to a worker that is gone is dropped."""
-        self._outbox_out.send_multipart([instance_id.encode(), self._codec.encode(message)])
+    def _bind(self, address: str) -> None:
+        self._bound = _open(self._context, zmq.ROUTER)
+        if self._key is not None:
+            self._bound.curve_server = True
+            self._bound.curve_secretkey = self._key.secret
+            self._bound.curve_publickey = self._key.public
+        try:
+            self._bound.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(
+                f"cannot listen on {address}: {error}; expected ipc:///path or tcp://host:port of "
+                "this machine that is free"
+            ) from error
+        self.address = self._bound.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._poller.register(self._bound, zmq.POLLIN)
+
+    # -- peers that this process dials
+
+    def dial(self, address: str) -> None:
+        """Connect, and stay connected, to the worker at `address`; nothing where it is done."""
+        if address not in self._dialled:
+            self._redial(address)
+
+    def hang_up(self, address: str) -> None:
+        dialled = self._dialled.pop(address, None)
+        if dialled is not None:
+            dialled.close(self._poller)
+
+    def alive(self) -> None:
+        """Tell every dialled peer that this process is there."""
+        frame = self._asked.encode(Alive())
+        self._alive_at = time.monotonic()
+        for dialled in self._dialled.values():
+            if dialled.is_up:
+                dialled.sock.send(frame)
+
+    def _redial(self, address: str) -> None:
+        """A new socket, so that nothing meant for the peer before it reaches the next."""
+        self.hang_up(address)
+        sock = _open(self._context, zmq.DEALER)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        sock.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
+        if self._key is not None:
+            sock.curve_serverkey = self._key.public
+            sock.curve_secretkey = self._key.secret
+            sock.curve_publickey = self._key.public
+        monitor = sock.get_monitor_socket(_EVENTS | _REFUSED)
+        try:
+            sock.connect(address)
+        except zmq.ZMQError as error:
+            sock.disable_monitor()
+            sock.close()
+            raise OSError(
+                f"cannot dial {address}: {error}; expected ipc:///path or tcp://host:port"
+            ) from error
+        sock.send(self._asked.encode(Register(kind=self._kind, name=self.name)))
+        self._dialled[address] = _Dialled(sock, monitor)
+        self._poller.register(sock, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+
+    # -- messages
+
+    def send(self, peer: str, message: ToWorker | ToDialer) -> None:
+        """To a dialled address or to the identity of one that dialled. Dropped where it is gone."""
+        dialled = self._dialled.get(peer)
+        if dialled is not None:
+            dialled.sock.send(self._asked.encode(message), copy=False)
+        elif self._bound is not None:
+            frame = self._answered.encode(message)
+            self._bound.send_multipart([peer.encode(), frame], copy=False)
+
+    def post(self, peer: str, message: ToWorker | ToDialer) -> None:
+        """`send` from any thread."""
+        codec = self._asked if "://" in peer else self._answered
+        with self._outbox_lock:
+            self._outbox_out.send_multipart([peer.encode(), codec.encode(message)])
+
+    def post_dial(self, address: str) -> None:
+        """`dial` from any thread."""
+        with self._outbox_lock:
+            self._outbox_out.send_multipart([address.encode(), b""])
+
+    def post_hang_up(self, address: str) -> None:
+        """`hang_up` from any thread."""
+        with self._outbox_lock:
+            self._outbox_out.send_multipart([address.encode()])
 
     def wake(self) -> None:
-        """Make a waiting `receive` return (posting thread)."""
-        self._outbox_out.send_multipart([b"", b""])
+        """Make a waiting `receive` return."""
+        with self._outbox_lock:
+            self._outbox_out.send_multipart([b""])
 
-    def receive(self, timeout_s: float) -> list[tuple[str, ToFrontend]]:
-        """(instance_id, message) of all that is there; waits up to `timeout_s` for the first."""
+    def receive(self, timeout_s: float) -> list[tuple[str, Event]]:
+        """(peer, message) of all that is there; waits up to `timeout_s` for the first. Of one peer
+        they are in order."""
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
+        if time.monotonic() - self._alive_at >= ALIVE_S:
+            self.alive()
         if self._outbox_in in ready:
             self._flush_outbox()
-        return self._drain_socket() if self._sock in ready else []
+        received: list[tuple[str, Event]] = []
+        if self._bound is not None and self._bound in ready:
+            self._drain_bound(self._bound, received)
+        for address, dialled in list(self._dialled.items()):
+            if dialled.sock in ready:
+                self._drain_dialled(address, dialled.sock, received)
+            if dialled.monitor in ready:
+                self._look(address, dialled, received)
+        return received
 
     def _flush_outbox(self) -> None:
         while True:
@@ -120,35 +239,102 @@ class FrontendChannel:
                 frames = self._outbox_in.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if frames[0]:
-                self._sock.send_multipart(frames)
+            peer = frames[0].decode()
+            if not peer:
+                continue
+            if len(frames) == 1:
+                self.hang_up(peer)
+            elif not frames[1]:
+                self.dial(peer)
+            elif peer in self._dialled:
+                self._dialled[peer].sock.send(frames[1])
+            elif self._bound is not None:
+                self._bound.send_multipart(frames)
 
-    def _drain_socket(self) -> list[tuple[str, ToFrontend]]:
-        messages: list[tuple[str, ToFrontend]] = []
+    def _drain_bound(self, bound: _Socket, received: list[tuple[str, Event]]) -> None:
         while True:
             try:
-                frames = self._sock.recv_multipart(zmq.NOBLOCK)
+                frames = bound.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return messages
-            message = self._codec.decode(frames[1]) if len(frames) == 2 else None
+                return
+            message = self._asked.decode(frames[1]) if len(frames) == 2 else None
+            peer = frames[0].decode(errors="replace")
             if message is None:
-                self.num_malformed += 1
+                self._drop(peer)
             else:
-                messages.append((frames[0].decode(errors="replace"), message))
+                received.append((peer, message))
+
+    def _drain_dialled(
+        self, address: str, sock: _Socket, received: list[tuple[str, Event]]
+    ) -> None:
+        while True:
+            try:
+                frames = sock.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._answered.decode(frames[0]) if len(frames) == 1 else None
+            if message is None:
+                self._drop(address)
+            else:
+                received.append((address, message))
+
+    def _drop(self, peer: str) -> None:
+        self.num_malformed += 1
+        if peer not in self._complained and len(self._complained) < 1000:
+            self._complained.add(peer)
+            log.warning("a message of %s is none of ours and was dropped; more are counted", peer)
+
+    def _look(self, address: str, dialled: _Dialled, received: list[tuple[str, Event]]) -> None:
+        event = recv_monitor_message(dialled.monitor, zmq.NOBLOCK)["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            dialled.is_up = True
+            return
+        if dialled.is_up:
+            self._redial(address)
+            received.append((address, Disconnected()))
+            return
+        dialled.num_refusals += 1  # it is tried again, ever more slowly
+        if dialled.num_refusals == _MANY_REFUSALS:
+            log.error(
+                "%s refuses connections: is that a plait worker with %s cluster key?",
+                address,
+                "the same" if self._key is not None else "no",
+            )
 
     def close(self) -> None:
-        for sock in (self._sock, self._outbox_in, self._outbox_out):
-            sock.close()
+        for address in list(self._dialled):
+            self.hang_up(address)
+        for sock in (self._bound, self._outbox_in, self._outbox_out):
+            if sock is not None:
+                sock.close()
+        if self._auth is not None:
+            self._auth.stop()
         self._context.term()
 
 
+@dataclass(slots=True)
+class _Dialled:
+    sock: _Socket
+    monitor: _Socket
+    is_up: bool = False
+    num_refusals: int = 0
+
+    def close(self, poller: zmq.Poller) -> None:
+        poller.unregister(self.sock)
+        poller.unregister(self.monitor)
+        self.sock.disable_monitor()
+        self.monitor.close()
+        self.sock.close()
+
+
 class Pipe(Generic[T]):
-    """One end of a one-way pipe of messages of one union. Belongs to the thread that made it."""
+    """One end of a one-way pipe of messages of one union. `receive` belongs to one thread."""
 
     def __init__(self, union: object, address: str, kind: int, *, binds: bool) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: _Context = zmq.Context()
         self._sock = _open(self._context, kind)
         self._codec: _Codec[T] = _Codec(union)
+        self._lock = threading.Lock()
         if binds:
             self._sock.bind(address)
         else:
@@ -159,8 +345,10 @@ class Pipe(Generic[T]):
         return self._codec.encode(message)
 
     def send(self, message: T | bytes) -> None:
-        """A message, or one that `encode` gave."""
-        self._sock.send(message if isinstance(message, bytes) else self._codec.encode(message))
+        """A message, or one that `encode` gave. From any thread."""
+        frame = message if isinstance(message, bytes) else self._codec.encode(message)
+        with self._lock:
+            self._sock.send(frame)
 
     def receive(self, timeout_s: float) -> T | None:
         """The next message; None when none came in time."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.types import Role
+
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Passed as one JSON argument to `python -m engine.worker`."""
 
     model: str  # a local folder: config.json, tokenizer, safetensors
-    frontend_address: str  # ZeroMQ endpoint that the front end is bound to
-    role: str = "colocated"
+    listen_address: str  # ZeroMQ endpoint that the worker binds
+    role: Role = "colocated"
     index: int = 0  # of this worker among those of its role
     device: str = "auto"  # auto, cpu, cuda
     dtype: str = "auto"  # auto, float32, bfloat16, float16
@@ -24,8 +26,22 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cp_mode: str = "in-seq-split"  # how tokens are dealt to the ranks
     cp_stream_block_tokens: int | None = None  # context tokens gathered at a time; None: by device
     hicache_storage_backend: str | None = None
+    transfer_protocol: str = "tcp"  # of the hand-off: tcp, rdma, nvlink
+    transfer_host: str = "127.0.0.1"  # by which decode workers are reached for it
+    cluster_key_file: str | None = None  # encrypt and authenticate control connections
+    hash_salt: str = ""  # of the prefix hashes; equal on all workers of a cluster
+    drain_timeout_s: float = 30.0
     log_level: str = "info"
-    parent_pid: int | None = None  # the process whose end is the worker's; None: who started it
+    parent_pid: int | None = None  # the process whose end is the worker's; None: nobody's
+
+    @property
+    def title(self) -> str:
+        return f"{self.role} {self.index}"
+
+    @property
+    def hands_off(self) -> bool:
+        """It takes part in hand-offs, hence in transfers."""
+        return self.role != "colocated"
 
     @property
     def shards_kv(self) -> bool:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import queue
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.capacity import Capacity
+from engine.handoff.decode_side import Destination
+from engine.handoff.pusher import Pusher
+from engine.handoff.room import RoomReport
 from engine.messages import StepDone
 from engine.parallel.group import Group
 from engine.parallel.mesh import Mesh
 from engine.plan import StepPlan, StepResult
 from engine.runner import Runner
 from engine.scheduler.scheduler import Scheduler
+from kvcache.events import EventLog
+from kvcache.transfer.base import TransferEngine
+from kvcache.transfer.record import PoolRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +28,48 @@ class Rank:
     runner: Runner
     mesh: Mesh
     stream_workspace_bytes: int  # of the streamed reads; 0 with one rank
+    record: PoolRecord
+    pusher: Pusher | None = None  # of a prefill group's ranks
+    transfer: TransferEngine | None = None  # of those and of decode workers
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """This rank's part of a step. What the forward raises comes after rooms were opened and
+        closed and before anything is pushed."""
+        if self.pusher is not None:
+            for room in plan.close_rooms:
+                self.pusher.close_room(room)
+            for opened in plan.open_rooms:
+                self.pusher.open(opened.room, opened.reservation)
+        if plan.extends:
+            result = self.runner.execute(plan)
+        else:
+            result = StepResult(step=plan.step, sampled=[])
+        if self.pusher is not None:
+            for push in plan.pushes:
+                self.pusher.push(push.room, push.pages, push.positions, push.is_last)
+        return result
+
+    def close_transfer(self) -> None:
+        if self.pusher is not None:
+            self.pusher.close()
+        if self.transfer is not None:
+            self.transfer.close()
+
+
+class Mailbox:
+    """Room reports on their way to the scheduler: put by any thread, taken by the worker's loop."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[RoomReport] = queue.SimpleQueue()
+        self.on_put: Callable[[], None] | None = None  # wakes who takes
+
+    def put(self, report: RoomReport) -> None:
+        self._queue.put(report)
+        if self.on_put is not None:
+            self.on_put()
+
+    def take(self) -> list[RoomReport]:
+        return [self._queue.get() for _ in range(self._queue.qsize())]
 
 
 @dataclass(slots=True)
@@ -30,6 +80,8 @@ class Engine:
     scheduler: Scheduler
     leader: Rank
     group: Group
+    mailbox: Mailbox
+    events: EventLog  # of the prefix cache
     reports: list[StepDone] = field(default_factory=list)  # of the other ranks, the last step's
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -37,7 +89,7 @@ class Engine:
         with several, it ends the group: the others may be in a collective that never returns."""
         self.group.begin(plan)
         try:
-            result = self.leader.runner.execute(plan)
+            result = self.leader.execute(plan)
         except Exception as error:
             if self.group.size > 1:
                 self.group.fail_step(plan, error)
@@ -45,7 +97,24 @@ class Engine:
         self.reports = self.group.finish(plan)
         return result
 
+    @property
+    def record(self) -> PoolRecord | None:
+        """Of the pool that is handed over from; None where this worker hands nothing over."""
+        return self.leader.record if self.leader.pusher is not None else None
+
+    @property
+    def destination(self) -> Destination | None:
+        """Where bytes for this worker go; None where it takes none."""
+        return destination_of(self.leader)
+
     def close(self) -> None:
         """End the other ranks."""
         self.group.close()
+        self.leader.close_transfer()
         self.leader.mesh.close()
+
+
+def destination_of(rank: Rank) -> Destination | None:
+    if rank.transfer is None or rank.pusher is not None:
+        return None
+    return Destination(rank.transfer.session, rank.record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,9 @@ from engine.attention.group import GroupAttention
 from engine.attention.paged import PagedAttention
 from engine.capacity import Capacity, plan_capacity
 from engine.config import WorkerConfig
-from engine.engine import Engine, Rank
+from engine.engine import Engine, Mailbox, Rank, destination_of
+from engine.handoff.pusher import Pusher
+from engine.handoff.room import RoomReport
 from engine.messages import Setup
 from engine.model.base import Model
 from engine.model.config import load_config
@@ -26,8 +29,12 @@ from engine.scheduler.scheduler import Scheduler
 from kernels.cpu import threads
 from kernels.linear import warm_up
 from kvcache.allocator import CPSharedPagedAllocator
+from kvcache.events import EventLog
 from kvcache.pool import KVPool
 from kvcache.prefix_cache import PrefixCache
+from kvcache.transfer.base import TransferEngine
+from kvcache.transfer.mooncake import MooncakeEngine
+from kvcache.transfer.plan import register_pool
 
 log = logging.getLogger("plait.loading")
 
@@ -51,7 +58,8 @@ def load_engine(config: WorkerConfig) -> Engine:
     or ValueError, each naming what was wrong and what would be accepted; no rank is left behind."""
     model_config = load_config(config.model, ARCHITECTURES, config.context_length)
     check_rules(config, model_config, _resolve_device(config.device))
-    group = Group(config)
+    mailbox = Mailbox()
+    group = Group(config, mailbox.put)
     try:
         weights = load_weights(config, 0)
         capacity = plan_capacity(config, weights.model, weights.device, weights.bytes_per_token)
@@ -62,15 +70,22 @@ def load_engine(config: WorkerConfig) -> Engine:
             context_length=capacity.context_length,
         )
         group.setup(setup)
-        leader = build_rank(config, 0, weights, setup)
+        leader = build_rank(config, 0, weights, setup, mailbox.put)
         group.wait_ready()
     except BaseException:
         group.kill()
         raise
     _log_capacity(config, weights, capacity)
-    scheduler = _build_scheduler(config, capacity, weights.model)
+    events = EventLog(config.hash_salt.encode())
     return Engine(
-        weights.model.vocab_size, weights.bytes_per_token, capacity, scheduler, leader, group
+        weights.model.vocab_size,
+        weights.bytes_per_token,
+        capacity,
+        _build_scheduler(config, capacity, weights.model, leader, events),
+        leader,
+        group,
+        mailbox,
+        events,
     )
 
 
@@ -80,14 +95,23 @@ def load_weights(config: WorkerConfig, rank: int) -> Weights:
     dtype = resolve_dtype(config.dtype, device)
     if device.type == "cpu":
         threads.configure(max(1, len(os.sched_getaffinity(0)) // config.cp_size))
-        warm_up((dtype,))
+        with threads.one_compiler():
+            warm_up((dtype,))
     model = load_model(config.model, device, dtype, config.context_length)
     # Activations and KV rows are float32 on a CPU, whatever the weights are (docs/adr/0003).
     return Weights(model, device, torch.float32 if device.type == "cpu" else dtype)
 
 
-def build_rank(config: WorkerConfig, rank: int, weights: Weights, setup: Setup) -> Rank:
-    """Join the other ranks, who all call this at the same time, and lay out this rank's pool."""
+def build_rank(
+    config: WorkerConfig,
+    rank: int,
+    weights: Weights,
+    setup: Setup,
+    report: Callable[[RoomReport], None],
+) -> Rank:
+    """Join the other ranks, who all call this at the same time, and lay out this rank's pool. Where
+    the worker hands off, `report` is called from transfer threads. Raises TransferError or
+    TransferUnavailableError, too."""
     device, model = weights.device, weights.model
     store = FileStore(setup.store_file, config.cp_size) if config.cp_size > 1 else None
     mesh = Mesh(rank, config.cp_size, device, store)
@@ -115,18 +139,36 @@ def build_rank(config: WorkerConfig, rank: int, weights: Weights, setup: Setup) 
         max_running=config.max_running_requests,
         max_pages=-(-setup.context_length // setup.page_size),
     )
-    return Rank(runner, mesh, attention.workspace_bytes)
+    record = pool.record()
+    transfer = _start_transfer(config, pool)
+    pusher = None
+    if transfer is not None and config.role == "prefill":
+        pusher = Pusher(pool, transfer, rank, report)
+    return Rank(runner, mesh, attention.workspace_bytes, record, pusher, transfer)
 
 
-def _build_scheduler(config: WorkerConfig, capacity: Capacity, model: Model) -> Scheduler:
+def _start_transfer(config: WorkerConfig, pool: KVPool) -> TransferEngine | None:
+    if not config.hands_off:
+        return None
+    engine = MooncakeEngine(config.transfer_host, config.transfer_protocol)
+    register_pool(engine, pool.record())
+    log.info("transfers at %s over %s", engine.session, engine.protocol)
+    return engine
+
+
+def _build_scheduler(
+    config: WorkerConfig, capacity: Capacity, model: Model, leader: Rank, events: EventLog
+) -> Scheduler:
     allocator = CPSharedPagedAllocator(capacity.num_pages, capacity.page_size, capacity.num_shards)
     return Scheduler(
-        PrefixCache(allocator),
+        PrefixCache(allocator, events),
         page_size=capacity.page_size,
         chunk_size=capacity.chunk_size,
         max_running=config.max_running_requests,
         context_length=capacity.context_length,
         vocab_size=model.vocab_size,
+        num_ranks=config.cp_size,
+        destination=destination_of(leader),
     )
 
 

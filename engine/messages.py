@@ -1,53 +1,114 @@
-"""The messages between front end and worker, and between a group's leader and its other ranks:
-tagged msgspec structs, nothing else on the wire."""
+"""The messages between front ends and workers, between workers, and between a group's leader and
+its other ranks: tagged msgspec structs, nothing else on the wire."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
+from engine.handoff.room import Reservation, RoomReport
 from engine.plan import StepPlan
-from engine.types import Load, MetricFamily, Request, TokenOut
+from engine.types import Load, MetricFamily, Request, Role, TokenOut
+from kvcache.events import KVEvents
+
+PeerKind = Literal["frontend", "worker"]
+
+
+class Register(msgspec.Struct, frozen=True, kw_only=True, tag="register"):
+    """The first message of every connection to a worker: who is there. Answered by a Hello. Where
+    `name` registers anew, what it had asked for over an earlier connection is given up."""
+
+    kind: PeerKind
+    name: str
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """Nothing but a sign of life, about once a second."""
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request is prefilled for the decode worker that is given this."""
+
+    room: str  # random, 128 bits in hex: names this hand-off for ever
+    prefill_address: str  # where the group's leader listens
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Start a request. `output_ids` are tokens the client already has: a replay goes on after them
-    and its TokenOut.index starts at len(output_ids)."""
+    and its TokenOut.index starts at len(output_ids). With a route this worker decodes what the
+    group named there prefills; without, it does both."""
 
     request: Request
     output_ids: list[int] = []
+    attempt: int = 0  # how often the front end has submitted it before; comes back in TokenOut
+    route: Route | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Stop a request and free what it holds. Unknown rids are ignored. Answered by
-    TokenOut(finish_reason="abort") where the request was still alive."""
+    """Stop a request's attempts up to this one and free what they hold. Unknown ones are ignored.
+    Answered by TokenOut(finish_reason="abort") where the request was still alive."""
 
     rid: str
+    attempt: int = 0
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """Accept nothing new; exit with code 0 when the last running request is done."""
 
 
-ToWorker = Submit | Abort | Drain
+class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
+    """A decode worker has reserved pages: prefill the request and push its KV there. The first
+    token goes to the front end from here. Answered, once, by Handoff or RoomClosed."""
+
+    room: str
+    frontend: str  # by the name that it registered with
+    request: Request
+    output_ids: list[int]
+    attempt: int
+    reservation: Reservation
+
+
+class CloseRoom(msgspec.Struct, frozen=True, tag="close_room"):
+    """Push nothing more for the room. Answered by RoomClosed once no byte can come any more; for an
+    unknown room at once."""
+
+    room: str
+
+
+ToWorker = Register | Alive | Submit | Abort | Drain | Prefill | CloseRoom
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """A worker is ready to serve. Each process has a new `instance_id`: a restart is no blip."""
 
     instance_id: str
-    role: str  # "colocated"
+    role: Role
     pid: int
+    host: str
     model: str
     vocab_size: int
     context_length: int  # prompt + output tokens of one request, at most
     page_size: int
     total_pages: int
+    cp_size: int = 1
+    # Of the prefix hashes in its KVEvents: see kvcache.events.
+    hash_salt: str = ""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     """What one step produced."""
 
     outs: list[TokenOut]
+
+
+class HandBack(msgspec.Struct, frozen=True, kw_only=True, tag="hand_back"):
+    """An attempt cannot go on here, through no fault of the request: replay it elsewhere."""
+
+    rid: str
+    attempt: int
+    reason: str
+    is_overloaded: bool = False  # the worker takes nothing for some seconds
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -61,7 +122,26 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """The worker leaves on purpose; nothing of it is running any more."""
 
 
-ToFrontend = Hello | Outputs | Heartbeat | Goodbye
+class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
+    """All ranks' pages of the room are in the decode worker's memory: go on after `token_id`, which
+    the front end has been sent."""
+
+    room: str
+    token_id: int
+
+
+class RoomClosed(msgspec.Struct, frozen=True, kw_only=True, tag="room_closed"):
+    """The room ends without a hand-off. With `is_quiet` no byte of it can come any more; without, a
+    write failed in a way that leaves this open."""
+
+    room: str
+    is_quiet: bool = True
+    reason: str = ""  # empty: the request itself has ended, or closing was asked for
+
+
+ToDialer = (
+    Hello | Outputs | HandBack | Heartbeat | Goodbye | KVEvents | Handoff | RoomClosed | Alive
+)
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
@@ -112,4 +192,4 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
     error: str
 
 
-ToLeader = RankReady | RankBeat | StepDone | RankFailed
+ToLeader = RankReady | RankBeat | StepDone | RankFailed | RoomReport

@@ -13,7 +13,23 @@ from engine.types import Load, MetricFamily, MetricSample
 
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_EVENTS = ("admitted", "retracted", "aborted", "refused", "failed")
+_EVENTS = (
+    "admitted",
+    "retracted",
+    "aborted",
+    "refused",
+    "failed",
+    "handed_over",
+    "handoffs_failed",
+)
+_REASONS = (
+    "unregistered",
+    "duplicate_room",
+    "unknown_room",
+    "geometry",
+    "reservation",
+    "unknown_frontend",
+)
 
 
 class WorkerMetrics:
@@ -38,16 +54,24 @@ class WorkerMetrics:
             self._step_seconds.labels(phase).observe(seconds)
         self._step_requests.observe(num_requests)
 
-    def families(self, engine: Engine, *, num_malformed: int) -> list[MetricFamily]:
+    def families(
+        self, engine: Engine, *, num_malformed: int, refused: Mapping[str, int]
+    ) -> list[MetricFamily]:
         """Everything, cumulative since the process began."""
         load = engine.scheduler.load
         metrics = [*self._registry.collect(), *_from_scheduler(load, engine.scheduler.counts)]
         metrics += [*_from_pool(load, engine), *_from_group(engine)]
+        metrics += _from_handoffs(load, engine)
         malformed = CounterMetricFamily(
             "plait_malformed_messages", "Messages dropped by the worker's channel"
         )
         malformed.add_metric([], num_malformed)
-        return list(_plain([*metrics, malformed]))
+        senseless = CounterMetricFamily(
+            "plait_refused_messages", "Messages to the worker that made no sense", labels=["reason"]
+        )
+        for reason in _REASONS:
+            senseless.add_metric([reason], refused.get(reason, 0))
+        return list(_plain([*metrics, malformed, senseless]))
 
 
 def _from_scheduler(load: Load, counts: Mapping[str, int]) -> Iterator[Metric]:
@@ -82,7 +106,8 @@ def _from_pool(load: Load, engine: Engine) -> Iterator[Metric]:
         ("free", load.free_pages),
         ("evictable", load.evictable_pages),
         ("locked", load.locked_pages),
-        ("held", capacity.logical_pages - load.free_pages - cached),
+        ("held", capacity.logical_pages - load.free_pages - cached - load.fenced_pages),
+        ("fenced", load.fenced_pages),
     ):
         pages.add_metric([state], value)
     yield pages
@@ -122,6 +147,24 @@ def _from_group(engine: Engine) -> Iterator[Metric]:
         gathered.add_metric([str(rank)], num_bytes)
         waited.add_metric([str(rank)], wait_s)
     yield from (gathered, waited)
+
+
+def _from_handoffs(load: Load, engine: Engine) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "plait_handoff_rooms", "Hand-offs under way at this worker", value=load.num_rooms
+    )
+    if engine.record is None:
+        return
+    side = engine.scheduler.prefill_side
+    for name, text, by_rank in (
+        ("plait_handoff_pages_sent", "KV pages pushed to decode workers", side.pages_sent),
+        ("plait_handoff_bytes_sent", "Bytes pushed to decode workers", side.bytes_sent),
+        ("plait_handoff_write_seconds", "Time in which a push was running", side.seconds),
+    ):
+        family = CounterMetricFamily(name, text, labels=["rank"])
+        for rank, value in enumerate(by_rank):
+            family.add_metric([str(rank)], value)
+        yield family
 
 
 def _plain(metrics: Iterable[Metric]) -> Iterator[MetricFamily]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.handoff.room import Reservation
 from engine.types import SamplingParams, TokenLogprob
 
 
@@ -39,12 +40,31 @@ class Extend(msgspec.Struct, frozen=True, kw_only=True):
     targets: list[int] = []
 
 
+class OpenRoom(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages of this room will be pushed there. Every rank reports once for it, in the end."""
+
+    room: str
+    reservation: Reservation
+
+
+class PushPages(msgspec.Struct, frozen=True, kw_only=True):
+    """After the step's forward: push these pages, each rank those that it owns."""
+
+    room: str
+    pages: list[int]  # logical
+    positions: list[int]  # of each page in its request
+    is_last: bool  # nothing of the room follows
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     # req_index whose state is dropped before this step; unknown ones are ignored
     finished: list[int] = []
     starts: list[Start] = []
-    extends: list[Extend] = []  # the batch, in order
+    extends: list[Extend] = []  # the batch, in order; empty: nothing is computed
+    open_rooms: list[OpenRoom] = []
+    pushes: list[PushPages] = []
+    close_rooms: list[str] = []  # push nothing more for these, done before the forward
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):

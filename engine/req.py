@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.handoff.room import Incoming, Outgoing
 from engine.types import Request, SamplingParams, TokenLogprob
 from kvcache.prefix_cache import Node
 
@@ -29,6 +30,12 @@ class Req:
     num_computed: int = 0
     num_cached: int | None = None  # prompt tokens found in the cache at the first admission
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    attempt: int = 0  # which of the front end's submissions this is
+    outgoing: Outgoing | None = None  # its KV is pushed to a decode worker
+    incoming: Incoming | None = None  # its KV comes from a prefill group, and is not there yet
+    spare: list[int] = field(
+        default_factory=list
+    )  # own pages out of use that a push may still read
 
     @classmethod
     def new(cls, request: Request, output_ids: list[int], arrival: int) -> Req:
@@ -62,7 +69,7 @@ class Req:
 
     @property
     def is_decoding(self) -> bool:
-        return self.num_output > 0 and self.num_to_compute == 1
+        return self.num_output > 0 and self.num_to_compute == 1 and self.incoming is None
 
     @property
     def scores_prompt(self) -> bool:

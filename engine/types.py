@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Role = Literal["colocated", "prefill", "decode"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -66,6 +67,7 @@ class TokenOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # first output only, where asked for: one entry a prompt token, null for the first
     prompt_logprobs: list[TokenLogprob | None] = []
     error: str = ""  # with finish_reason "error": what happened, for the client
+    attempt: int = 0  # of the Submit that this answers
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +79,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     free_pages: int = 0
     evictable_pages: int = 0
     locked_pages: int = 0
+    fenced_pages: int = 0  # given up, but bytes may still come into them
+    num_rooms: int = 0  # hand-offs under way
+    is_draining: bool = False
 
 
 class MetricSample(msgspec.Struct, frozen=True, array_like=True):

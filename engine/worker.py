@@ -1,7 +1,7 @@
 """A worker process: `python -m engine.worker CONFIG_JSON`.
 
 Owns the loop receive -> plan -> execute -> update -> send, and nothing else: the scheduler decides,
-the runner computes, the channel carries. A request's failure ends that request; a broken invariant
+the ranks compute, the channel carries. A request's failure ends that request; a broken invariant
 ends the process, and the launcher starts another.
 """
 
@@ -10,102 +10,130 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import uuid
+from pathlib import Path
 from types import FrameType
 
 import msgspec
 
-from engine.channel import WorkerChannel
+from engine.channel import Channel
+from engine.cluster_key import ClusterKey, ClusterKeyError
 from engine.config import WorkerConfig
 from engine.engine import Engine
+from engine.inbox import HEARTBEAT_S, Inbox
 from engine.loading import load_engine
-from engine.messages import Abort, Drain, Goodbye, Heartbeat, Hello, Outputs, Submit, ToWorker
+from engine.messages import Alive, Goodbye, Heartbeat, Hello
 from engine.metrics import WorkerMetrics
 from engine.model.config import ConfigError
 from engine.model.weights import WeightError
+from engine.peers import LOOK_S
 from engine.plan import StepPlan
 from engine.process import BAD_OPTIONS, die_with_parent, set_title
-from engine.types import TokenOut
+from engine.types import Load, TokenOut
+from kvcache.transfer.base import TransferError, TransferUnavailableError
 
 log = logging.getLogger("plait.worker")
 
-HEARTBEAT_S = 0.5
-
 
 class Worker:
-    """One scheduler, one runner, one channel. `run` returns the exit code."""
+    """One engine, one channel, one inbox. `run` returns the exit code."""
 
-    def __init__(self, config: WorkerConfig, engine: Engine) -> None:
+    def __init__(self, config: WorkerConfig, engine: Engine, channel: Channel) -> None:
+        self._config = config
         self._engine = engine
         self._scheduler = engine.scheduler
-        self._instance_id = uuid.uuid4().hex
-        self._channel = WorkerChannel(config.frontend_address, self._instance_id)
+        self._channel = channel
         # Held by whoever uses the channel or the scheduler; released only while a step executes,
         # so that the heart beats during a long one.
         self._lock = threading.Lock()
         self._metrics = WorkerMetrics()
-        self._is_draining = threading.Event()
+        self._inbox = Inbox(channel, engine, self._hello())
+        self._drain_asked = threading.Event()
+        self._drain_ends_s: float | None = None
+        self._waits = False  # the last plan was empty: only a message or a report changes that
         self._last_beat = 0.0
-        self._parent = os.getppid()
-        self._hello = Hello(
-            instance_id=self._instance_id,
-            role=config.role,
+        self._next_look = time.monotonic() + LOOK_S
+        self._parent = os.getppid() if config.parent_pid is not None else None
+        engine.mailbox.on_put = channel.wake
+
+    def _hello(self) -> Hello:
+        capacity = self._engine.capacity
+        return Hello(
+            instance_id=self._channel.name,
+            role=self._config.role,
             pid=os.getpid(),
-            model=config.model,
-            vocab_size=engine.vocab_size,
-            context_length=engine.capacity.context_length,
-            page_size=engine.capacity.page_size,
-            total_pages=engine.capacity.logical_pages,
+            host=socket.gethostname(),
+            model=self._config.model,
+            vocab_size=self._engine.vocab_size,
+            context_length=capacity.context_length,
+            page_size=capacity.page_size,
+            total_pages=capacity.logical_pages,
+            cp_size=self._config.cp_size,
+            hash_salt=self._config.hash_salt,
         )
 
     def drain(self) -> None:
         """Finish what is running, refuse what comes, then end. Safe in a signal handler."""
-        self._is_draining.set()
+        self._drain_asked.set()
 
     def run(self) -> int:
         heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         with self._lock:
-            self._channel.send(self._hello)
             heart.start()
+            log.info("ready at %s", self._channel.address)
             while self._turn():
                 pass
             self._engine.close()
-            self._channel.send(Goodbye())
+            self._inbox.tell_frontends(Goodbye())
             self._channel.close()
         log.info("worker ends")
         return 0
 
     def _turn(self) -> bool:
         """One round of the loop; False when the worker is done."""
-        idle = self._scheduler.is_idle
-        if idle and self._is_draining.is_set():
+        if self._drain_asked.is_set() or self._inbox.is_draining:
+            self._drain()
+            if self._scheduler.is_idle:
+                return False
+        if self._parent is not None and os.getppid() != self._parent:
+            log.error("the process that started this worker is gone")
             return False
-        if os.getppid() != self._parent:
-            log.error("the front end is gone")
-            return False
-        for message in self._channel.receive(HEARTBEAT_S if idle else 0.0):
-            self._send(self._handle(message))
+        for peer, message in self._channel.receive(HEARTBEAT_S if self._waits else 0.0):
+            self._inbox.take(peer, message)
+        for report in self._engine.mailbox.take():
+            self._scheduler.report(report)
+        self._look_if_due()
+        was_idle = self._scheduler.is_idle
         plan = self._scheduler.plan()
-        if plan is None:
-            self._heartbeat_if_due(0.0 if not idle else HEARTBEAT_S)
-            return True
-        outs = self._step(plan)
-        self._send(outs)
-        self._heartbeat_if_due(0.0 if self._scheduler.is_idle else HEARTBEAT_S)
+        self._waits = plan is None
+        self._inbox.send_notes()  # before the step: a reservation need not wait for it
+        if plan is not None:
+            self._inbox.send(self._step(plan))
+            self._inbox.send_notes()
+        self._inbox.tell_events()
+        falls_idle = self._scheduler.is_idle and not (was_idle and plan is None)
+        self._heartbeat_if_due(0.0 if falls_idle else HEARTBEAT_S)
         return True
 
-    def _handle(self, message: ToWorker) -> list[TokenOut]:
-        match message:
-            case Submit(request=request, output_ids=output_ids):
-                return self._scheduler.submit(request, output_ids)
-            case Abort(rid=rid):
-                return self._scheduler.abort(rid)
-            case Drain():
-                self._is_draining.set()
-                return []
+    def _drain(self) -> None:
+        now = time.monotonic()
+        if self._drain_ends_s is None:
+            self._inbox.is_draining = True
+            self._drain_ends_s = now + self._config.drain_timeout_s
+            self._heartbeat_if_due(0.0)
+        elif now >= self._drain_ends_s:
+            self._scheduler.hand_back_all("the worker is shutting down")
+            self._inbox.send_notes()
+
+    def _look_if_due(self) -> None:
+        """After what has come was read: who has fallen silent."""
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            self._inbox.look()
 
     def _step(self, plan: StepPlan) -> list[TokenOut]:
         self._lock.release()
@@ -119,22 +147,27 @@ class Worker:
             self._lock.acquire()
         if result is None:
             return self._scheduler.fail_step(reason)
-        self._metrics.observe(result, num_requests=len(plan.extends))
+        if plan.extends:
+            self._metrics.observe(result, num_requests=len(plan.extends))
         return self._scheduler.update(plan, result)
-
-    def _send(self, outs: list[TokenOut]) -> None:
-        if outs:
-            self._channel.send(Outputs(outs))
 
     def _heartbeat_if_due(self, interval_s: float) -> None:
         now = time.monotonic()
-        if now - self._last_beat >= interval_s:
-            self._last_beat = now
-            load = self._scheduler.load
-            families = self._metrics.families(
-                self._engine, num_malformed=self._channel.num_malformed
-            )
-            self._channel.send(Heartbeat(load=load, metrics=families))
+        if now - self._last_beat < interval_s:
+            return
+        self._last_beat = now
+        load: Load = msgspec.structs.replace(
+            self._scheduler.load, is_draining=self._inbox.is_draining
+        )
+        families = self._metrics.families(
+            self._engine,
+            num_malformed=self._channel.num_malformed,
+            refused=self._inbox.refused,
+        )
+        self._inbox.tell_frontends(Heartbeat(load=load, metrics=families))
+        self._inbox.tell_workers(Alive())
+        self._channel.alive()
+        self._inbox.forget_owners()
 
     def _beat(self) -> None:
         while True:
@@ -150,23 +183,37 @@ def main() -> int:
     config = msgspec.json.decode(sys.argv[1], type=WorkerConfig)
     logging.basicConfig(
         level=config.log_level.upper(),
-        format=f"%(asctime)s %(levelname)s worker {config.index}: %(message)s",
+        format=f"%(asctime)s %(levelname)s {config.title}: %(message)s",
     )
-    die_with_parent(config.parent_pid)
-    set_title(f"plait worker {config.index}")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the front end, which drains
+    if config.parent_pid is not None:
+        die_with_parent(config.parent_pid)
+    set_title(f"plait {config.title} rank 0" if config.cp_size > 1 else f"plait {config.title}")
+    if config.parent_pid is not None:  # Ctrl-C reaches the front end, which drains
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        key = ClusterKey.read(Path(config.cluster_key_file)) if config.cluster_key_file else None
+        channel = Channel("worker", uuid.uuid4().hex, bind=config.listen_address, key=key)
         engine = load_engine(config)
-    except (ConfigError, WeightError, ValueError) as error:
+    except (
+        ClusterKeyError,
+        ConfigError,
+        OSError,
+        TransferError,
+        TransferUnavailableError,
+        ValueError,
+        WeightError,
+    ) as error:
         log.error("%s", error)
         log.debug("where it was raised", exc_info=error)
         return BAD_OPTIONS
-    worker = Worker(config, engine)
+    worker = Worker(config, engine, channel)
 
     def on_term(signum: int, frame: FrameType | None) -> None:
         worker.drain()
 
     signal.signal(signal.SIGTERM, on_term)
+    if config.parent_pid is None:
+        signal.signal(signal.SIGINT, on_term)
     return worker.run()
 
 

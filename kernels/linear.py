@@ -87,7 +87,7 @@ def fast_bf16_available() -> bool:
 
 def warm_up(dtypes: tuple[torch.dtype, ...]) -> None:
     """Compile, or load from the cache, the CPU kernels for weights of these dtypes; without it the
-    first call of each pays (20 s of processor time for the very first, 0.5 s from the cache)."""
+    first call of each pays (about a minute for the very first, 0.5 s from the cache)."""
     if (cpu := dispatch.numba_kernels()) is not None:
         cpu.warm_up(tuple(dtype for dtype in dtypes if dtype in STORED))
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from server import config
 from server.bench import options as bench_options
@@ -27,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     run = {
         "serve": _serve,
+        "frontend": _frontend,
+        "prefill": lambda flags: _worker(flags, "prefill"),
+        "decode": lambda flags: _worker(flags, "decode"),
+        "keygen": _keygen,
         "pull": _pull,
         "bench": _bench,
         "prefill-check": _prefill_check,
@@ -52,6 +57,14 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
     serve = verbs.add_parser("serve", help="serve a model", allow_abbrev=False)
     config.add_arguments(serve)
+    for role, text in (
+        ("frontend", "HTTP and routing only, for workers that run elsewhere"),
+        ("prefill", "one prefill group of a cluster"),
+        ("decode", "one decode worker of a cluster"),
+    ):
+        config.add_arguments(verbs.add_parser(role, help=text, allow_abbrev=False), role)
+    keygen = verbs.add_parser("keygen", help="make a key for a cluster", allow_abbrev=False)
+    keygen.add_argument("file", type=Path, metavar="FILE", help="where to; must not exist yet")
     pull = verbs.add_parser("pull", help="fetch a model before serving it", allow_abbrev=False)
     _add_pull_arguments(pull)
     bench = verbs.add_parser("bench", help="load a running server", allow_abbrev=False)
@@ -91,16 +104,52 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=int, default=8, metavar="N", help="greedy tokens (default: %(default)s)"
     )
     own.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
-    config.add_arguments(parser)
+    config.add_arguments(parser, "prefill-check")
 
 
-def _serve(flags: dict[str, object]) -> int:
+def _load(flags: dict[str, object]) -> config.ServeConfig:
     config_file = flags.pop("config", None)
     options = config.load(flags, None if config_file is None else str(config_file))
     options.api_keys()  # an unreadable key file is an error now, not at the first request
+    return options
+
+
+def _serve(flags: dict[str, object]) -> int:
+    options = _load(flags)
     from server import launcher
 
     return launcher.serve(options)
+
+
+def _frontend(flags: dict[str, object]) -> int:
+    options = _load(flags)
+    if not options.workers:
+        raise config.ConfigError(
+            "--workers: expected at least one control address, as tcp://10.0.0.7:7000"
+        )
+    from server import launcher
+
+    return launcher.serve(options, starts_workers=False)
+
+
+def _worker(flags: dict[str, object], role: Literal["prefill", "decode"]) -> int:
+    options = _load(flags)
+    from server import roles
+
+    return roles.run_worker(options, role)
+
+
+def _keygen(args: dict[str, object]) -> int:
+    from engine.cluster_key import ClusterKey
+
+    path = Path(str(args["file"])).expanduser()
+    try:
+        ClusterKey.write_new(path)
+    except OSError as error:
+        print(f"plait keygen: {path}: {error.strerror}; expected a new file", file=sys.stderr)
+        return FAILED
+    print(f"{path}: give this file to every process of the cluster as --cluster-key-file")
+    return 0
 
 
 def _pull(args: dict[str, object]) -> int:

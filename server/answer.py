@@ -34,13 +34,13 @@ class Delta:
 
 
 class Answer:
-    """`token_ids` are the tokens received so far, which a replay starts from. `source` is the
-    instance id whose outputs count; the event loop sets it, outputs of others are dropped."""
+    """`token_ids` are the tokens received so far, which a replay starts from. Only outputs of the
+    current `attempt` count; the event loop raises it with each replay."""
 
     def __init__(self, choice: int, text: AnswerText) -> None:
         self.choice = choice
         self.token_ids: list[int] = []
-        self.source: str | None = None
+        self.attempt = 0
         self.ended_early = False  # by a stop string: the worker does not know yet
         self._text = text
         self._early: dict[int, TokenOut] = {}  # outputs that overtook others

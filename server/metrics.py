@@ -35,6 +35,7 @@ _OWN = frozenset(
         "prompt_tokens",
         "output_tokens",
         "cached_tokens",
+        "router_matched_tokens",
         "ttft_seconds",
         "itl_seconds",
         "e2e_seconds",
@@ -62,6 +63,11 @@ class Metrics:
         self.output_tokens = self._counter("plait_output_tokens", "Tokens generated", ())
         self.cached_tokens = self._counter(
             "plait_cached_tokens", "Prompt tokens served from the prefix cache", ()
+        )
+        self.router_matched = self._counter(
+            "plait_router_matched_tokens",
+            "Prompt tokens that the router took for cached where it sent them",
+            (),
         )
         self.ttft = self._histogram("plait_ttft_seconds", "Submission to first token", _LATENCY_S)
         self.itl = self._histogram("plait_itl_seconds", "Time between tokens", _INTERVAL_S)

@@ -22,8 +22,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from engine.channel import FrontendChannel
-from engine.messages import Drain, Heartbeat, Hello, Outputs, Submit, ToFrontend
+from engine.channel import Channel, Event
+from engine.messages import Drain, Heartbeat, Hello, Outputs, Submit
 from engine.types import MetricFamily, Request, SamplingParams, TokenOut
 from server import config, logs, model_source
 from server.bench.workload import corpus
@@ -99,8 +99,17 @@ def check(
 ) -> Report:
     """Start a group, prefill, decode greedily, end the group. Raises PrefillCheckError."""
     with socket_folder() as private:
-        channel = FrontendChannel(f"ipc://{private}/workers")
-        worker_config = options.worker_config(model_path=folder, frontend_address=channel.address)
+        address = f"ipc://{private}/worker"
+        channel = Channel("frontend")
+        channel.dial(address)
+        worker_config = options.worker_config(
+            "colocated",
+            0,
+            model_path=folder,
+            listen_address=address,
+            cp_size=options.prefill_cp_size or 1,
+            parent_pid=os.getpid(),
+        )
         process = subprocess.Popen(worker_command(worker_config), cwd=PACKAGE_ROOT)
         try:
             report = _Session(channel, process).check(options, tokenizer, prompt_ids, num_tokens)
@@ -115,10 +124,10 @@ def check(
 class _Session:
     """The talk with one worker."""
 
-    def __init__(self, channel: FrontendChannel, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, channel: Channel, process: subprocess.Popen[bytes]) -> None:
         self._channel = channel
         self._process = process
-        self._instance_id = ""
+        self._worker = ""
         self._outs: list[TokenOut] = []
         self._families: list[MetricFamily] = []
         self._num_beats = 0
@@ -130,7 +139,7 @@ class _Session:
         prompt_ids: Sequence[int],
         num_tokens: int,
     ) -> Report:
-        while not self._instance_id:
+        while not self._worker:
             self._receive()
         request = Request(
             rid=secrets.token_hex(8),
@@ -138,7 +147,7 @@ class _Session:
             sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, logprobs=NUM_SHOWN),
         )
         started = time.perf_counter()
-        self._channel.post(self._instance_id, Submit(request))
+        self._channel.post(self._worker, Submit(request))
         while not self._outs:
             self._receive()
         prefill_s = time.perf_counter() - started
@@ -149,13 +158,13 @@ class _Session:
         num_beats = self._num_beats
         while self._num_beats == num_beats:  # the figures as they are after the last step
             self._receive()
-        self._channel.post(self._instance_id, Drain())
+        self._channel.post(self._worker, Drain())
         self._channel.receive(_POLL_S)
         greedy = [token for out in self._outs for token in out.ids]
         first = self._outs[0].logprobs[0] if self._outs[0].logprobs else None
         return Report(
             model=options.model_name,
-            cp_size=options.prefill_cp_size,
+            cp_size=options.prefill_cp_size or 1,
             prompt_tokens=len(prompt_ids),
             cached_tokens=self._outs[0].cached_tokens,
             prefill_s=prefill_s,
@@ -177,13 +186,13 @@ class _Session:
         if self._process.poll() is not None:
             code = self._process.returncode
             raise PrefillCheckError(f"the worker ended with exit code {code}; its error is above")
-        for instance_id, message in self._channel.receive(_POLL_S):
-            self._take(instance_id, message)
+        for address, message in self._channel.receive(_POLL_S):
+            self._take(address, message)
 
-    def _take(self, instance_id: str, message: ToFrontend) -> None:
+    def _take(self, address: str, message: Event) -> None:
         match message:
             case Hello():
-                self._instance_id = instance_id
+                self._worker = address
             case Outputs(outs=outs):
                 self._outs += outs
             case Heartbeat(metrics=families):

@@ -107,8 +107,8 @@ class Supervisor:
             if time.monotonic() - started_s >= LONG_LIFE_S:
                 delay_s = self._first_delay_s
             log.error(
-                "worker %d (pid %d) ended with %s; restart in %.2f s",
-                self._config.index,
+                "%s (pid %d) ended with %s; restart in %.2f s",
+                self._config.title,
                 process.pid,
                 _ending(process.returncode),
                 delay_s,
@@ -133,7 +133,7 @@ class Supervisor:
         try:
             await asyncio.wait_for(process.wait(), KILL_AFTER_S)
         except asyncio.TimeoutError:
-            log.warning("worker %d does not end; killed", self._config.index)
+            log.warning("%s does not end; killed", self._config.title)
             self.kill()
             await process.wait()
 
@@ -183,8 +183,8 @@ class Supervisor:
             last_heard = num_heard
             if num_silent == MAX_SILENT_LOOKS and not ended.done():
                 log.error(
-                    "worker %d (pid %d) hangs: silent for %g s; killed",
-                    self._config.index,
+                    "%s (pid %d) hangs: silent for %g s; killed",
+                    self._config.title,
                     process.pid,
                     MAX_SILENT_LOOKS * self._look_s,
                 )
@@ -195,12 +195,12 @@ class Supervisor:
     def _give_up_where_hopeless(
         self, process: asyncio.subprocess.Process, num_failed_starts: int
     ) -> None:
-        index, ending = self._config.index, _ending(process.returncode)
+        title, ending = self._config.title, _ending(process.returncode)
         if num_failed_starts and process.returncode == BAD_OPTIONS:
-            raise WorkerFailedError(f"worker {index} cannot start; its error is above")
+            raise WorkerFailedError(f"{title} cannot start; its error is above")
         if num_failed_starts >= MAX_FAILED_STARTS:
             raise WorkerFailedError(
-                f"worker {index} ended {num_failed_starts} times before it was ready, the last"
+                f"{title} ended {num_failed_starts} times before it was ready, the last"
                 f" time with {ending}; its error is above"
             )
 

@@ -5,6 +5,7 @@ A room is one request's transfer from one prefill group to one decode worker. Kn
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -39,3 +40,26 @@ class RoomReport(msgspec.Struct, frozen=True, kw_only=True, tag="room"):
     num_pages: int = 0  # sent by this rank
     num_bytes: int = 0
     seconds: float = 0.0  # in which at least one write was running
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A room as the prefill group's leader sees it; owned by its scheduler."""
+
+    room: str
+    decode: str  # the decode worker, by the name it registered with
+    reservation: Reservation
+    num_pushed: int  # request pages that the ranks were told to push, or that need not be
+    is_open: bool = False  # the ranks know it
+    is_closing: bool = False
+    reports: list[RoomReport] = field(default_factory=list)
+    token_id: int | None = None  # the first token, once the prefill is complete
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A room as the decode worker sees it; owned by its scheduler."""
+
+    room: str
+    prefill_address: str
+    frontend: str  # who wants the first token, by the name it registered with

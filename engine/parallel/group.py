@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +24,7 @@ import msgspec
 
 from engine.channel import Pipe, plans_pipe, reports_pipe
 from engine.config import RankConfig, WorkerConfig
+from engine.handoff.room import RoomReport
 from engine.messages import (
     RankBeat,
     RankFailed,
@@ -54,8 +56,9 @@ class Group:
     """Ranks 1 .. cp_size - 1 of a worker; with one rank, nobody. `setup` after the leader has
     settled the capacity, then `begin` and `finish` around each of the leader's own steps."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, on_room: Callable[[RoomReport], None]) -> None:
         self.size = config.cp_size
+        self._on_room = on_room  # called from the thread that reads reports
         self._is_closing = False
         self._failing = threading.Lock()
         self._done: queue.SimpleQueue[RankReady | StepDone] = queue.SimpleQueue()
@@ -207,16 +210,18 @@ class Group:
                 self.fail(f"rank {rank} failed: {error}")
             case RankReady() | StepDone():
                 self._done.put(report)
+            case RoomReport():
+                self._on_room(report)
             case RankBeat():
                 pass
 
 
 def _private_folder(config: WorkerConfig) -> Path:
-    """A folder for the group's sockets that only this user can enter: inside the front end's where
-    it has one, so that it goes with it. Socket paths are limited to some 100 bytes."""
+    """A folder for the group's sockets that only this user can enter: beside the worker's own
+    where that is a file, so that it goes with it. Socket paths are limited to some 100 bytes."""
     base = Path(tempfile.gettempdir())
-    if config.frontend_address.startswith("ipc://"):
-        base = Path(config.frontend_address.removeprefix("ipc://")).parent
+    if config.listen_address.startswith("ipc://"):
+        base = Path(config.listen_address.removeprefix("ipc://")).parent
     if len(os.fsencode(base)) > _MAX_BASE_BYTES:
         base = Path("/tmp")
     return Path(tempfile.mkdtemp(prefix="plait-group-", dir=base))

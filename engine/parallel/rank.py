@@ -37,11 +37,11 @@ def serve(config: RankConfig) -> int:
         message = plans.receive(_FOREVER_S)
         match message:
             case Setup():
-                built = build_rank(config.worker, config.rank, weights, message)
+                built = build_rank(config.worker, config.rank, weights, message, reports.send)
                 reports.send(RankReady(config.rank))
             case RunStep(plan=plan) if built is not None:
                 try:
-                    built.runner.execute(plan)
+                    built.execute(plan)
                 except Exception as error:
                     log.exception("step %d failed on rank %d", plan.step, config.rank)
                     reason = f"step {plan.step}: {type(error).__name__}: {error}"
@@ -58,6 +58,8 @@ def serve(config: RankConfig) -> int:
                 )
             case Stop():
                 ended.set()
+                if built is not None:
+                    built.close_transfer()
                 return 0
             case None:
                 pass
@@ -76,20 +78,27 @@ def main() -> int:
     worker = config.worker
     logging.basicConfig(
         level=worker.log_level.upper(),
-        format=f"%(asctime)s %(levelname)s worker {worker.index} rank {config.rank}: %(message)s",
+        format=f"%(asctime)s %(levelname)s {worker.title} rank {config.rank}: %(message)s",
     )
     die_with_parent(config.leader_pid)
-    set_title(f"plait worker {worker.index} rank {config.rank}")
+    set_title(f"plait {worker.title} rank {config.rank}")
     # What ends a rank is its leader.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Only now what takes seconds to import: from here on this process ends with its leader.
     from engine.model.config import ConfigError
     from engine.model.weights import WeightError
+    from kvcache.transfer.base import TransferError, TransferUnavailableError
 
     try:
         return serve(config)
-    except (ConfigError, WeightError, ValueError) as error:
+    except (
+        ConfigError,
+        TransferError,
+        TransferUnavailableError,
+        ValueError,
+        WeightError,
+    ) as error:
         log.error("%s", error)
         return BAD_OPTIONS
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.req import Req
-from kvcache.prefix_cache import PrefixCache
+from kvcache.prefix_cache import Match, PrefixCache
 
 
 class Admission:
@@ -25,7 +25,16 @@ class Admission:
         match = self._cache.match([] if req.scores_prompt else token_ids[:-1])
         if not req.scores_prompt and self._is_being_computed(req, match.num_tokens, prefilling):
             return "later"
-        num_new = -(-len(token_ids) // self._page_size) - len(match.pages)
+        return "admitted" if self._take(req, match, len(token_ids), num_running) else "full"
+
+    def reserve(self, req: Req, num_running: int) -> bool:
+        """Give `req`, whose KV will come from elsewhere, its cached prefix and pages for the rest
+        and for the next token. False where pages are missing, and then nothing has changed."""
+        match = self._cache.match(req.token_ids)
+        return self._take(req, match, len(req.token_ids) + 1, num_running)
+
+    def _take(self, req: Req, match: Match, num_tokens: int, num_running: int) -> bool:
+        num_new = -(-num_tokens // self._page_size) - len(match.pages)
         self._cache.lock(match.node)
         pages = None
         # Each running request may soon need one more page: start none that would be retracted.
@@ -33,14 +42,14 @@ class Admission:
             pages = self._cache.alloc(num_new, match.pages[-1] if match.pages else None)
         if pages is None:
             self._cache.unlock(match.node)
-            return "full"
+            return False
         req.node = match.node
         req.pages = match.pages + pages
         req.num_pages_known = 0
         req.num_tree = req.num_computed = match.num_tokens
         if req.num_cached is None:
             req.num_cached = min(match.num_tokens, req.num_prompt)
-        return "admitted"
+        return True
 
     def _is_being_computed(self, req: Req, start: int, prefilling: Iterable[Req]) -> bool:
         end = start + self._page_size

@@ -44,7 +44,8 @@ class RunningSet:
             if pages is not None:
                 req.pages += pages
                 continue
-            victim = self._reqs[-1]
+            # A transfer may be writing or reading the pages of the others.
+            victim = next(r for r in reversed(self._reqs) if not (r.incoming or r.outgoing))
             self.release(victim)
             retracted.append(victim)
             if victim is req:
@@ -64,7 +65,9 @@ class RunningSet:
             self._cache.unlock(req.node)
         req.node = inserted.node
         req.num_tree = num_full
-        if inserted.duplicates:
+        if req.outgoing is not None:
+            req.spare += inserted.duplicates
+        elif inserted.duplicates:
             self._cache.free(inserted.duplicates)
         for i, page in enumerate(inserted.pages, first):
             if req.pages[i] != page:  # cached already, in other pages: the tree's win
@@ -73,16 +76,29 @@ class RunningSet:
 
     def release(self, req: Req) -> None:
         """Take `req` out of the running set; its computed pages stay cached, the rest is freed."""
-        self.keep_in_cache(req)
-        own = req.pages[req.num_tree // self._page_size :]
-        if own:
-            self._cache.free(own)
-        if req.node is not None:
-            self._cache.unlock(req.node)
+        self.remove(req)
+        self.give_back(req)
+
+    def remove(self, req: Req) -> None:
+        """Take `req` out of the running set; it keeps its pages."""
         self._reqs.remove(req)
         self._free_indices.append(req.req_index)
         self.finished_indices.append(req.req_index)
-        req.node, req.req_index, req.pages = None, -1, []
+        req.req_index = -1
+
+    def give_back(self, req: Req) -> None:
+        """The pages of one that was removed: what is computed stays cached, the rest is freed."""
+        self.keep_in_cache(req)
+        self._cache.free(self.take_own(req) + req.spare)
+        req.spare = []
+
+    def take_own(self, req: Req) -> list[int]:
+        """The pages of one that was removed that are its own: they become the caller's."""
+        own = req.pages[req.num_tree // self._page_size :]
+        if req.node is not None:
+            self._cache.unlock(req.node)
+        req.node, req.pages = None, []
         req.num_tree = req.num_computed = req.num_pages_known = 0
         if req.num_output == 0:
             req.prompt_logprobs = []
+        return own

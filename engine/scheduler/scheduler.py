@@ -2,7 +2,7 @@
 
 It alone decides; it owns the waiting queue, the running set and, through the prefix cache, all
 pages. It knows no tensors, no text and no sockets. `update` takes what the step found and yields
-what the clients are told.
+what the clients are told; what others are to be told it leaves in `notes`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from engine.handoff.decode_side import DecodeSide, Destination
+from engine.handoff.note import Note
+from engine.handoff.prefill_side import PrefillSide
+from engine.handoff.room import Incoming, Outgoing, RoomReport
+from engine.messages import RoomClosed
 from engine.plan import Extend, Sampled, Start, StepPlan, StepResult
 from engine.req import Req
 from engine.scheduler.admission import Admission
@@ -33,6 +38,8 @@ class Scheduler:
         max_running: int,
         context_length: int,
         vocab_size: int,
+        num_ranks: int = 1,
+        destination: Destination | None = None,
     ) -> None:
         self._cache = cache
         self._page_size = page_size
@@ -42,6 +49,10 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running = RunningSet(cache, page_size, max_running)
         self._admission = Admission(cache, page_size)
+        self.notes: list[Note] = []  # to be sent and cleared by the owner
+        self.prefill_side = PrefillSide(num_ranks, page_size, self._running, self.notes)
+        self.decode_side = DecodeSide(cache, self._running, self.notes, destination)
+        self._arrived: list[Req] = []  # handed over since the last step
         self._reqs: dict[str, Req] = {}
         self._in_step: list[Req] = []  # in the order of the plan's extends
         self._num_submitted = 0
@@ -50,30 +61,117 @@ class Scheduler:
 
     # -- what the clients ask
 
-    def submit(self, request: Request, output_ids: list[int]) -> list[TokenOut]:
-        """Queue a request. A request that cannot be served ends here, alone."""
+    def submit(
+        self,
+        request: Request,
+        output_ids: list[int],
+        attempt: int = 0,
+        *,
+        outgoing: Outgoing | None = None,
+        incoming: Incoming | None = None,
+    ) -> list[TokenOut]:
+        """Queue a request: to be prefilled and decoded here, to be prefilled for another worker
+        (`outgoing`), or to be decoded here after another has prefilled it (`incoming`). A request
+        that cannot be served ends here, alone."""
         req = Req.new(request, list(output_ids), self._num_submitted)
+        req.attempt, req.outgoing, req.incoming = attempt, outgoing, incoming
         self._num_submitted += 1
+        before = self._reqs.get(req.rid)
+        if before is not None and before.attempt < attempt:  # its abort is still on the way
+            self._leave(before)
         error = self._refusal(req)
-        if error:
-            self.counts["refused"] += 1
-            return [TokenOut(rid=req.rid, index=0, finish_reason="error", error=error)]
-        reason = self._finish_reason(req) if output_ids else None
-        if reason is not None:  # a replay of an answer that was complete
-            return [TokenOut(rid=req.rid, index=req.num_emitted, finish_reason=reason)]
+        reason = self._finish_reason(req) if output_ids and not error else None
+        if error or reason is not None:  # the latter: a replay of an answer that was complete
+            self.counts["refused"] += bool(error)
+            if outgoing is not None:
+                self.notes.append(Note(RoomClosed(room=outgoing.room), to=outgoing.decode))
+            return [self._out(req, finish_reason=reason or "error", error=error)]
         self._reqs[req.rid] = req
         self._waiting.push(req)
+        if outgoing is not None:
+            self.prefill_side.add(req)
         return []
 
-    def abort(self, rid: str) -> list[TokenOut]:
-        """Stop a request at once, waiting or running; between steps only."""
-        if rid not in self._reqs:
+    def abort(self, rid: str, attempt: int | None = None) -> list[TokenOut]:
+        """Stop a request at once, waiting or running; between steps only. With `attempt`, not where
+        a later one of it runs by now."""
+        req = self._reqs.get(rid)
+        if req is None or (attempt is not None and req.attempt > attempt):
             return []
         self.counts["aborted"] += 1
-        return [self._end(self._reqs[rid], "abort")]
+        return [self._end(req, "abort")]
 
-    def abort_all(self) -> list[TokenOut]:
-        return [out for rid in list(self._reqs) for out in self.abort(rid)]
+    # -- what the other side of a hand-off says
+
+    def report(self, report: RoomReport) -> None:
+        """A rank's word on a room."""
+        req = self.prefill_side.report(report)
+        if req is not None:
+            self.counts["handoffs_failed"] += 1
+            self._fail_room(req, f"the KV could not be handed over: {report.error}")
+
+    def close_rooms_of(self, rid: str) -> None:
+        """The front end that had the request is gone, and its prefill was complete."""
+        for req in self.prefill_side.of_request(rid):
+            self._close_room(req)
+
+    def close_room(self, room: str) -> bool:
+        """The decode worker wants nothing more for it. False where there is no such room."""
+        req = self.prefill_side.get(room)
+        if req is None:
+            return False
+        self._close_room(req)
+        return True
+
+    def lose_decode(self, name: str) -> None:
+        """That decode worker is gone."""
+        for req in self.prefill_side.of_decode(name):
+            self._fail_room(req, "the decode worker is gone")
+
+    def _fail_room(self, req: Req, reason: str) -> None:
+        self.prefill_side.hand_back(req, reason)
+        self._close_room(req)
+
+    def _close_room(self, req: Req) -> None:
+        if self._reqs.get(req.rid) is req:
+            self._leave(req)
+        else:  # its prefill was complete
+            self.prefill_side.close(req)
+
+    def arrive(self, room: str, token_id: int) -> bool:
+        """A room's KV is here; `token_id` is the request's next token. False where there is no such
+        room."""
+        if self.decode_side.get(room) is None:
+            return False
+        self.counts["handed_over"] += 1
+        self._arrived.append(self.decode_side.arrive(room, token_id))
+        return True
+
+    def room_closed(self, message: RoomClosed) -> bool:
+        """The prefill group is done with a room and hands nothing over. False: no such room."""
+        is_known = self.decode_side.knows(message.room)
+        req = self.decode_side.closed(message)
+        if req is not None:
+            self._drop(req)
+            self.decode_side.end(req, message)
+        return is_known
+
+    def lose_prefill(self, address: str) -> None:
+        """That prefill group does not answer any more."""
+        for req in self.decode_side.lose(address):
+            self._drop(req)
+            self.decode_side.abandon(req, "the prefill group is gone")
+
+    def hand_back_all(self, reason: str) -> None:
+        """Give up every request for others to go on with."""
+        for req in list(self._reqs.values()):
+            self.prefill_side.hand_back(req, reason)
+            self._leave(req)
+
+    def _drop(self, req: Req) -> None:
+        """Out of the running set; its pages are still its own."""
+        del self._reqs[req.rid]
+        self._running.remove(req)
 
     def _refusal(self, req: Req) -> str:
         if req.rid in self._reqs:
@@ -96,20 +194,36 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step; None where there is nothing to do."""
+        arrived, self._arrived = self._arrived, []
         extends, retracted = self._plan_decodes()
-        starts = [] if retracted else self._admit()
+        starts = [self._start_of(req) for req in arrived if req.req_index >= 0]
+        starts += [] if retracted else self._admit()
         prefilling = self._prefilling()
         shares = share_budget([req.num_to_compute for req in prefilling], self._chunk_size)
         extends += [
             self._extend(r, share) for r, share in zip(prefilling, shares, strict=True) if share
         ]
-        if not extends:
-            if self._waiting and not retracted:
+        if not extends and not self.prefill_side.has_orders:
+            if self._waiting and not retracted and self._is_empty:
                 raise RuntimeError(f"a waiting request fits an empty pool never: {self.load}")
             return None
         self._step += 1
         finished, self._running.finished_indices = self._running.finished_indices, []
-        return StepPlan(step=self._step, finished=finished, starts=starts, extends=extends)
+        open_rooms, pushes, close_rooms = self.prefill_side.take_orders()
+        return StepPlan(
+            step=self._step,
+            finished=finished,
+            starts=starts,
+            extends=extends,
+            open_rooms=open_rooms,
+            pushes=pushes,
+            close_rooms=close_rooms,
+        )
+
+    @property
+    def _is_empty(self) -> bool:
+        """No page is anybody's."""
+        return not len(self._running) and not len(self.prefill_side) and self.decode_side.is_quiet
 
     def _plan_decodes(self) -> tuple[list[Extend], bool]:
         """One token for each decoding request, oldest first, and whether pages ran out for some."""
@@ -130,12 +244,19 @@ class Scheduler:
     def _prefilling(self) -> list[Req]:
         """Running requests that do not decode in this step: prefills, and what has just started."""
         decoding = {id(req) for req in self._in_step}
-        return [req for req in self._running if id(req) not in decoding]
+        return [r for r in self._running if id(r) not in decoding and r.incoming is None]
 
     def _admit(self) -> list[Start]:
         """Start waiting requests while this step has tokens for them."""
         starts: list[Start] = []
         for req in self._waiting:
+            if req.incoming is not None:  # costs no tokens here
+                if self._running.is_full or not self._admission.reserve(req, len(self._running)):
+                    break
+                self._waiting.remove(req)
+                self._running.add(req)
+                self.decode_side.ask(req, self._page_size)
+                continue
             prefilling = self._prefilling()
             shares = share_budget([r.num_to_compute for r in prefilling], self._chunk_size)
             spare = self._chunk_size - sum(shares[1:]) - min(sum(shares[:1]), self._chunk_size // 2)
@@ -154,19 +275,24 @@ class Scheduler:
         self._running.add(req)
         self.counts["admitted"] += 1
         self.counts["cached_tokens"] += req.num_computed
-        starts.append(
-            Start(
-                req_index=req.req_index,
-                sampling=req.sampling,
-                prompt_ids=req.request.token_ids,
-                output_ids=req.token_ids[req.num_prompt :],
-            )
+        starts.append(self._start_of(req))
+        if req.outgoing is not None:
+            self.prefill_side.open(req)
+
+    def _start_of(self, req: Req) -> Start:
+        return Start(
+            req_index=req.req_index,
+            sampling=req.sampling,
+            prompt_ids=req.request.token_ids,
+            output_ids=req.token_ids[req.num_prompt :],
         )
 
     def _extend(self, req: Req, num_tokens: int) -> Extend:
         start, end = req.num_computed, req.num_computed + num_tokens
         page_start, req.num_pages_known = req.num_pages_known, len(req.pages)
         self._in_step.append(req)
+        if req.outgoing is not None:
+            self.prefill_side.push(req, end)
         return Extend(
             req_index=req.req_index,
             token_ids=req.token_ids[start:end],
@@ -211,6 +337,9 @@ class Scheduler:
             return self._end(req, reason, stop_token=reason == "stop", **fields)
         out = self._out(req, **fields)
         req.num_emitted = req.num_output
+        if req.outgoing is not None:
+            self._drop(req)
+            self.prefill_side.complete(req, sampled.token_id)
         return out
 
     def _finish_reason(self, req: Req) -> FinishReason | None:
@@ -222,17 +351,30 @@ class Scheduler:
 
     def _out(self, req: Req, **fields: Any) -> TokenOut:
         return TokenOut(
-            rid=req.rid, index=req.num_emitted, cached_tokens=req.num_cached or 0, **fields
+            rid=req.rid,
+            index=req.num_emitted,
+            attempt=req.attempt,
+            cached_tokens=req.num_cached or 0,
+            **fields,
         )
 
     def _end(self, req: Req, reason: FinishReason, **fields: Any) -> TokenOut:
-        """The one way out of the scheduler, whatever the reason."""
-        del self._reqs[req.rid]
-        if req.req_index >= 0:
-            self._running.release(req)
-        else:
-            self._waiting.remove(req)
+        """The one way out for a request that is answered here, whatever the reason."""
+        self._leave(req)
         return self._out(req, finish_reason=reason, **fields)
+
+    def _leave(self, req: Req) -> None:
+        if req.req_index < 0:
+            del self._reqs[req.rid]
+            self._waiting.remove(req)
+        else:
+            self._drop(req)
+            if req.incoming is not None:
+                self.decode_side.close(req)
+            elif req.outgoing is None:
+                self._running.give_back(req)
+        if req.outgoing is not None:
+            self.prefill_side.close(req)
 
     def fail_step(self, error: str) -> list[TokenOut]:
         """The step could not be executed: its requests end with `error`, all others go on."""
@@ -244,7 +386,11 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not self._reqs
+        return not self._reqs and not len(self.prefill_side)
+
+    def knows(self, rid: str) -> bool:
+        """It may yet have something to say about this request."""
+        return rid in self._reqs or bool(self.prefill_side.of_request(rid))
 
     @property
     def used_pages_by_lane(self) -> list[int]:
@@ -260,4 +406,6 @@ class Scheduler:
             free_pages=self._cache.free_pages,
             evictable_pages=self._cache.evictable_pages,
             locked_pages=self._cache.locked_pages,
+            fenced_pages=self.decode_side.fenced_pages,
+            num_rooms=len(self.prefill_side) + len(self.decode_side),
         )

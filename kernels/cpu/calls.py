@@ -139,7 +139,7 @@ def _moe(
 def warm_up(dtypes: tuple[torch.dtype, ...]) -> None:
     """Compile (or load from the cache) every kernel for weights of these dtypes."""
     if threads.is_cache_empty():
-        log.info("compiling the CPU kernels, once: some 20 s of processor time")
+        log.info("compiling the CPU kernels, once: about a minute of processor time")
     for dtype in dtypes:
         x = torch.ones(2, 8)
         w = torch.ones(2, 16, 8, dtype=dtype)

@@ -10,12 +10,14 @@ and cannot be set here: GOMP_SPINCOUNT=1000 is much faster on cores that other p
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
 import shutil
-import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -32,10 +34,24 @@ def configure(num_threads: int) -> None:
     if num_threads < 1:
         raise ValueError(f"num_threads is {num_threads}, expected 1 or more")
     torch.set_num_threads(num_threads)
-    if importlib.util.find_spec("numba") is not None:
-        if not _numba_threads_run():
-            os.environ.setdefault("NUMBA_NUM_THREADS", str(num_threads))
-        prepare_numba()
+    if importlib.util.find_spec("numba") is None:
+        return
+    prepare_numba()
+    from numba.core import config
+    from numba.np.ufunc import parallel
+
+    if not parallel._is_initialized:
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(num_threads))
+        config.reload_config()  # it may have been read before
+
+
+@contextmanager
+def one_compiler() -> Iterator[None]:
+    """One process at a time: those that start together do not compile the same kernels, but wait
+    for the first and load what it has compiled."""
+    with (cache_folder() / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def prepare_numba() -> None:
@@ -47,12 +63,6 @@ def prepare_numba() -> None:
     from numba.core import config
 
     config.CACHE_DIR = folder  # numba may have been imported, and its settings read, before
-
-
-def _numba_threads_run() -> bool:
-    """Whether numba has started its threads. It then fails where it sees another number."""
-    parallel = sys.modules.get("numba.np.ufunc.parallel")
-    return parallel is not None and bool(parallel._is_initialized)
 
 
 def cache_folder() -> Path:

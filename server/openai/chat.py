@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from engine.types import Request
 from server.answer import Delta
-from server.client import Submission
 from server.detokenizer import TokenBytes
+from server.generation import Submission
 from server.openai import sampling
 from server.openai.api import Api
 from server.openai.errors import invalid, unsupported

@@ -17,8 +17,8 @@ from starlette.responses import Response
 
 from engine.types import Request, SamplingParams, TokenLogprob
 from server.answer import Delta
-from server.client import Submission
 from server.fleet import Capabilities
+from server.generation import Submission
 from server.openai import sampling
 from server.openai.api import Api
 from server.openai.errors import APIError, invalid

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.answer import Delta
-from server.client import EngineError, Generation, Submission
+from server.generation import EngineError, Generation, Submission
 from server.openai.api import Api, from_engine
 from server.openai.errors import APIError
 from server.openai.sse import Chunks, ClientGone, EventStream, while_connected
@@ -40,7 +40,8 @@ async def respond(
         api.client.metrics.errors.labels(error.kind).inc()
 
     try:
-        generation = api.client.generate(submissions, route)
+        hashes = await api.client.hash_prompts(submissions)
+        generation = api.client.generate(submissions, route, hashes)
     except EngineError as error:
         raise from_engine(error) from error
     is_handed_on = False

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.answer import Delta
-from server.client import EngineError, Generation
+from server.generation import EngineError, Generation
 from server.openai.api import from_engine
 from server.openai.errors import APIError
 from server.openai.usage import Usage

@@ -26,8 +26,9 @@ from engine.channel import WorkerChannel
 from engine.messages import Abort, Drain, Goodbye, Heartbeat, Hello, Outputs, Submit
 from engine.types import Load, MetricFamily, TokenLogprob, TokenOut
 from server.app import create_app
-from server.client import EngineClient, Limits
+from server.client import EngineClient
 from server.config import ServeConfig
+from server.generation import Limits
 from server.tokenizer import Tokenizer
 
 MODEL_NAME = "tiny"

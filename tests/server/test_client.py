@@ -13,7 +13,7 @@ import pytest
 
 from engine.messages import Submit
 from engine.types import TokenOut
-from server.client import Limits
+from server.generation import Limits
 from tests.server.scripted import MODEL_NAME, Script, Server, make_tokenizer, reply, serving
 
 TOKENIZER = make_tokenizer()

@@ -12,7 +12,7 @@ import pytest
 
 from engine.messages import Submit
 from engine.types import TokenOut
-from server.client import Limits
+from server.generation import Limits
 from tests.server.scripted import MODEL_NAME, Server, make_tokenizer, reply, serving
 
 BODY: dict[str, Any] = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}]}

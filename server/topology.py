@@ -1,0 +1,128 @@
+"""Which workers a local fleet has: from options and GPUs to one WorkerConfig each.
+
+Pure, but for counting GPUs. Knows no process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import WorkerConfig
+from engine.types import Role
+from server.config import ConfigError, ServeConfig
+
+_CPU_CP_SIZE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """`devices` are how many GPUs are used, 0 on a CPU."""
+
+    num_groups: int  # prefill groups; 0: colocated
+    cp_size: int  # ranks of a group, or of the colocated worker
+    num_decode: int
+    num_devices: int
+
+    def __str__(self) -> str:
+        where = f" on {self.num_devices} GPUs" if self.num_devices else " on the CPU"
+        if not self.num_groups:
+            return f"one colocated worker of {_ranks(self.cp_size)}{where}"
+        groups = "group" if self.num_groups == 1 else "groups"
+        workers = "worker" if self.num_decode == 1 else "workers"
+        return (
+            f"{self.num_groups} prefill {groups} of {_ranks(self.cp_size)}, {self.num_decode} "
+            f"decode {workers}{where}"
+        )
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def plan_topology(config: ServeConfig, num_gpus: int) -> Topology:
+    """What the options ask for; what they leave open goes by the machine. On a CPU: a prefill group
+    of two ranks and a decode worker. On one GPU: colocated, since every rank needs one of its own.
+    On more: half of them prefill as one group, the others decode. Raises ConfigError."""
+    on_gpu = num_gpus > 0 and config.device != "cpu"
+    asked = ["prefill_groups", "decode_workers", "prefill_max_total_tokens"]
+    asked += ["decode_max_total_tokens"]
+    given = [name for name in asked if getattr(config, name) is not None]
+    if config.colocated and given:
+        flag = "--" + given[0].replace("_", "-")
+        raise ConfigError(
+            f"{flag} {getattr(config, given[0])}: a colocated worker has no such part; leave it "
+            "out, or leave out --colocated"
+        )
+    if config.colocated or (on_gpu and num_gpus == 1 and not given):
+        cp_size = config.prefill_cp_size or 1
+        return Topology(0, cp_size, 0, cp_size if on_gpu else 0)
+    num_groups = config.prefill_groups or 1
+    num_decode = config.decode_workers or 1
+    if not on_gpu:
+        return Topology(num_groups, config.prefill_cp_size or _CPU_CP_SIZE, num_decode, 0)
+    if config.decode_workers is None and config.prefill_cp_size is None:
+        num_decode = max(1, num_gpus - num_groups * max(1, num_gpus // 2 // num_groups))
+    cp_size = config.prefill_cp_size or max(1, (num_gpus - num_decode) // num_groups)
+    needed = num_groups * cp_size + num_decode
+    if needed > num_gpus:
+        raise ConfigError(
+            f"--prefill-groups {num_groups}, --prefill-cp-size {cp_size}, --decode-workers "
+            f"{num_decode}: need {needed} GPUs, one for each rank; this machine has {num_gpus}"
+        )
+    return Topology(num_groups, cp_size, num_decode, needed)
+
+
+def worker_configs(
+    config: ServeConfig, topology: Topology, model_path: Path, folder: Path
+) -> list[WorkerConfig]:
+    """One for each worker; their control sockets lie in `folder`."""
+    salt = hash_salt(config)
+    device = 0
+
+    def make(role: Role, index: int, cp_size: int) -> WorkerConfig:
+        nonlocal device
+        where = f"cuda:{device}" if topology.num_devices and config.device == "auto" else None
+        device += cp_size
+        return config.worker_config(
+            role,
+            index,
+            model_path=model_path,
+            listen_address=f"ipc://{folder}/{role}-{index}",
+            cp_size=cp_size,
+            salt=salt,
+            device=where,
+            parent_pid=os.getpid(),
+        )
+
+    if not topology.num_groups:
+        return [make("colocated", 0, topology.cp_size)]
+    prefill = [make("prefill", i, topology.cp_size) for i in range(topology.num_groups)]
+    return prefill + [make("decode", i, 1) for i in range(topology.num_decode)]
+
+
+def hash_salt(config: ServeConfig) -> str:
+    """Of the names that pages go by: equal on all workers that share a cluster key, else new with
+    each process. Workers whose salts differ are served all the same, but only those with the salt
+    of the first are found by prefix."""
+    if config.cluster_key_file is not None:
+        try:
+            secret = config.cluster_key_file.expanduser().read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"--cluster-key-file {config.cluster_key_file}: {error}") from error
+        return hashlib.sha256(b"plait prefix hashes" + secret).hexdigest()
+    return secrets.token_hex(16)
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that this process may use, without loading a CUDA library."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    try:
+        return len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
+    except OSError:
+        return 0
