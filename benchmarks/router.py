@@ -300,7 +300,7 @@ def main() -> int:
         print("the index and a plain search differ", file=sys.stderr)
         return 1
     work = Work(index, held)
-    found = {
+    found: dict[str, list[Row]] = {
         "choose": choosing(index, asked, args.calls),
         "single": single(work),
         "memory": [
