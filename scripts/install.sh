@@ -8,8 +8,7 @@ cd "$(dirname "$0")/.."
 
 profile=${1:-serve}
 case $profile in
-serve) extras=cpu ;;
-dev) extras=cpu,dev ;;
+serve | dev) ;;
 *) echo "install.sh: profile '$profile' is unknown; expected serve or dev" >&2; exit 2 ;;
 esac
 
@@ -19,13 +18,17 @@ venv=.venv
 say() { echo "plait: $*" >&2; }
 
 has_gpu=no
+extras=cpu
+other_engine=mooncake-transfer-engine-cuda13
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
     has_gpu=yes
-    extras="$extras,gpu"
+    extras=gpu
+    other_engine=mooncake-transfer-engine-non-cuda
 fi
+if [ "$profile" = dev ]; then extras=$extras,dev; fi
 
 # A dev environment serves as well, so either stamp satisfies `serve`.
-fingerprint="$(cat pyproject.toml constraints.txt scripts/install.sh | cksum) gpu=$has_gpu"
+fingerprint="$(cat pyproject.toml constraints.txt scripts/*.sh | cksum) gpu=$has_gpu"
 is_current() { [ "$(cat "$venv/.plait-$1" 2>/dev/null)" = "$fingerprint" ]; }
 if "$venv/bin/python" -c '' 2>/dev/null; then
     if is_current dev; then exit 0; fi
@@ -99,7 +102,13 @@ if ! torch_is_there; then
     fi
 fi
 
+# The packages of the transfer engine share a folder: where another was installed, it goes first.
+if ls -d "$venv"/lib/python*/site-packages/"$(echo "$other_engine" | tr - _)"-*.dist-info >/dev/null 2>&1; then
+    "$venv/bin/python" -m pip --disable-pip-version-check uninstall --quiet --yes "$other_engine"
+fi
+
 say "installing plait[$extras] and the packages it needs (a minute or two)"
 pip install --quiet -c constraints.txt -e ".[$extras]"
+sh scripts/system_libraries.sh "$venv" "$has_gpu"
 echo "$fingerprint" >"$venv/.plait-$profile"
 say "installed in $venv"

@@ -18,6 +18,14 @@ from kvcache.transfer.base import TransferUnavailableError
 # Libraries unpacked by scripts/install.sh where it may not install them.
 PRIVATE_LIBRARIES = Path(sys.prefix) / "lib" / "system"
 
+# What the compiled module is linked against and Debian may lack, and the package it comes in.
+_PACKAGES = {
+    "libibverbs.so.1": "libibverbs1",
+    "libnuma.so.1": "libnuma1",
+    "libcurl.so.4": "libcurl4",
+}
+_CUDA_PACKAGES = {"libmlx5.so.1": "ibverbs-providers"}
+
 _LOG_LINE = re.compile(r"^([IWEF]\d{4} |WARNING: Logging before )")
 
 
@@ -35,8 +43,23 @@ def load_engine_module() -> Any:
     except ImportError as error:
         raise TransferUnavailableError(
             f"the transfer engine lacks a system library ({error}); Debian and Ubuntu: apt-get "
-            "install libibverbs1 libnuma1 libcurl4; --colocated needs none"
+            f"install {' '.join(_PACKAGES.values())}; --colocated needs none"
         ) from error
+
+
+def missing_packages(*, for_cuda: bool) -> list[str]:
+    """Debian's names of what the CPU or the CUDA build still needs, for scripts/install.sh."""
+    preload(PRIVATE_LIBRARIES)
+    wanted = {**_PACKAGES, **_CUDA_PACKAGES} if for_cuda else _PACKAGES
+    return [package for library, package in wanted.items() if not _is_loadable(library)]
+
+
+def _is_loadable(library: str | Path) -> bool:
+    try:
+        ctypes.CDLL(str(library))
+    except OSError:
+        return False
+    return True
 
 
 def preload(folder: Path) -> list[Path]:
@@ -51,13 +74,10 @@ def preload(folder: Path) -> list[Path]:
     while waiting and is_moving:
         is_moving = False
         for path in list(waiting):
-            try:
-                ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
-            except OSError:
-                continue
-            waiting.remove(path)
-            loaded.append(path)
-            is_moving = True
+            if _is_loadable(path):
+                waiting.remove(path)
+                loaded.append(path)
+                is_moving = True
     return loaded
 
 

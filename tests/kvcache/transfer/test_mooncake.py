@@ -17,11 +17,12 @@ import pytest
 import torch
 
 from kvcache.pool import KVPool
+from kvcache.transfer import system
 from kvcache.transfer.base import TransferError, TransferUnavailableError, Write
 from kvcache.transfer.digest import page_digest
 from kvcache.transfer.mooncake import MooncakeEngine, describe
 from kvcache.transfer.plan import plan_writes, register_pool
-from kvcache.transfer.system import preload
+from kvcache.transfer.system import missing_packages, preload
 from tests.kvcache.transfer.peer import Peer
 from tests.kvcache.transfer.pools import DSA, GEOMETRIES, contents, random_pool
 
@@ -267,3 +268,11 @@ def test_private_libraries_are_loaded_whatever_their_order(tmp_path: Path) -> No
         (tmp_path / path.name).symlink_to(path)
     assert preload(tmp_path) == sorted(tmp_path.glob("libnuma*"))
     assert preload(tmp_path / "absent") == []
+
+
+def test_what_the_system_lacks_is_named_by_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing_packages(for_cuda=False) == []  # as these tests need it
+    monkeypatch.setitem(system._PACKAGES, "libabsent.so.1", "libabsent1")
+    monkeypatch.setitem(system._CUDA_PACKAGES, "libnone.so.1", "libnone1")
+    assert missing_packages(for_cuda=False) == ["libabsent1"]
+    assert missing_packages(for_cuda=True)[-1] == "libnone1"
