@@ -445,8 +445,6 @@ def _describe(
         return f"unknown option {name!r}; {_known_keys()}"
     field = ServeConfig.model_fields[name]
     env_name = ENV_PREFIX + name.upper()
-    if value is False and name in flags:
-        return f"--no{_flag(name)[1:]}: expected {_accepts(name, field)}"
     if name in flags:
         where = _flag(name)
     elif any(key.upper() == env_name for key in os.environ):

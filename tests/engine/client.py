@@ -17,7 +17,7 @@ class Client:
         self, folder: Path, *, device: str = "cpu", dtype: str = "float32", **options
     ) -> None:
         config = WorkerConfig(
-            model=str(folder), frontend_address="", device=device, dtype=dtype, **options
+            model=str(folder), listen_address="", device=device, dtype=dtype, **options
         )
         self.engine: Engine = load_engine(config)
         self.tokens: dict[str, list[int]] = {}

@@ -21,7 +21,7 @@ class Dense:
 
 
 def config(**options) -> WorkerConfig:
-    return WorkerConfig(model="m", frontend_address="", **options)
+    return WorkerConfig(model="m", listen_address="", **options)
 
 
 @pytest.mark.parametrize(
@@ -98,4 +98,4 @@ def test_rules_are_checked_before_any_weight_is_read(tmp_path):
     fields = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(RuleError, match="--prefill-cp-size"):
-        load_engine(WorkerConfig(model=str(tmp_path), frontend_address="", shared_kv=True))
+        load_engine(WorkerConfig(model=str(tmp_path), listen_address="", shared_kv=True))

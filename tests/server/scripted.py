@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import queue
 import socket
 import ssl
+import tempfile
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,14 +22,14 @@ import tokenizers
 import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from engine.channel import WorkerChannel
-from engine.messages import Abort, Drain, Goodbye, Heartbeat, Hello, Outputs, Submit
-from engine.types import Load, MetricFamily, TokenLogprob, TokenOut
+from engine.messages import Submit
+from engine.types import TokenLogprob, TokenOut
 from server.app import create_app
 from server.client import EngineClient
 from server.config import ServeConfig
 from server.generation import Limits
 from server.tokenizer import Tokenizer
+from tests.server.worker import Script, ScriptedWorker
 
 MODEL_NAME = "tiny"
 ANSWER = "Paris is the capital of France; naïve café 日本 👩‍🚀 done."
@@ -42,8 +42,6 @@ CORPUS = (
     "The capital of France is Paris. What is the capital of France? You are a helpful assistant. "
     "Hello world, user and system say hello to the assistant and count one two three four five. "
 )
-
-Script = Callable[[Submit], Iterator[TokenOut | None]]  # None: nothing to say yet
 
 
 def tiny_tokenizer() -> tokenizers.Tokenizer:
@@ -117,82 +115,7 @@ def _logprob(token_id: int, num_top: int) -> TokenLogprob:
     return TokenLogprob(token_id, -0.25, top[:num_top])
 
 
-class ScriptedWorker:
-    """A thread with a worker's channel. `submits` and `aborts` are what it was sent."""
-
-    def __init__(
-        self, address: str, script: Script, vocab_size: int, *, context_length: int = 2048
-    ) -> None:
-        self.instance_id = uuid.uuid4().hex
-        self.script = script
-        self.submits: queue.Queue[Submit] = queue.Queue()
-        self.aborts: queue.Queue[str] = queue.Queue()
-        self.families: list[MetricFamily] = []
-        self._address = address
-        self._hello = Hello(
-            instance_id=self.instance_id,
-            role="colocated",
-            pid=next(_PIDS),
-            model="tiny",
-            vocab_size=vocab_size,
-            context_length=context_length,
-            page_size=64,
-            total_pages=1024,
-        )
-        self._ending = threading.Event()
-        self._says_goodbye = False
-        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
-        self._thread.start()
-
-    @property
-    def pid(self) -> int:
-        return self._hello.pid
-
-    def vanish(self) -> None:
-        """As a killed process: no word, nothing sent any more."""
-        self._ending.set()
-        self._thread.join()
-
-    def leave(self) -> None:
-        self._says_goodbye = True
-        self.vanish()
-
-    def _run(self) -> None:
-        channel = WorkerChannel(self._address, self.instance_id)
-        channel.send(self._hello)
-        running: dict[str, Iterator[TokenOut | None]] = {}
-        while not self._ending.is_set():
-            before = len(running)
-            for message in channel.receive(0.002 if running else 0.02):
-                if isinstance(message, Submit):
-                    self.submits.put(message)
-                    running[message.request.rid] = self.script(message)
-                elif isinstance(message, Abort):
-                    self.aborts.put(message.rid)
-                    if running.pop(message.rid, None) is not None:
-                        out = TokenOut(rid=message.rid, index=0, finish_reason="abort")
-                        channel.send(Outputs([out]))
-                elif isinstance(message, Drain):
-                    self._says_goodbye = True
-                    self._ending.set()
-            outs = []
-            for rid, script in list(running.items()):
-                out = next(script, None)
-                if out is not None:
-                    outs.append(out)
-                    if out.finish_reason is not None and out.rid == rid:
-                        del running[rid]
-            if outs:
-                channel.send(Outputs(outs))
-            if outs or len(running) != before:
-                channel.send(Heartbeat(Load(num_running=len(running)), self.families))
-        if self._says_goodbye:
-            channel.send(Goodbye())
-        channel.close()
-
-
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-_PIDS = itertools.count(1_000_000)
 
 
 @dataclass
@@ -204,15 +127,21 @@ class Server:
     tokenizer: Tokenizer
     loop: asyncio.AbstractEventLoop
     http: httpx.Client  # one for all requests: a new one costs more than most of them
+    folder: Path  # of the workers' sockets
     workers: list[ScriptedWorker] = field(default_factory=list)
 
-    def add_worker(self, script: Script, **options: Any) -> ScriptedWorker:
-        """Returns when the front end knows it."""
-        known = len(self.client.fleet)
-        worker = ScriptedWorker(self.client.address, script, self.tokenizer.vocab_size, **options)
+    def add_worker(self, script: Script, *, address: str = "", **options: Any) -> ScriptedWorker:
+        """Returns when the front end knows it. `address`: of one that is gone, for the next."""
+        address = address or f"ipc://{self.folder}/{len(self.workers)}"
+        worker = ScriptedWorker(address, script, self.tokenizer.vocab_size, **options)
         self.workers.append(worker)
-        self.until(lambda: len(self.client.fleet) > known)
+        self.client.add_worker(address)
+        self.until(lambda: self.knows(worker))
         return worker
+
+    def knows(self, worker: ScriptedWorker) -> bool:
+        known = self.client.fleet.at(worker.address)
+        return known is not None and known.hello == worker.hello
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Blocks until the front end's state says so; the test's timeout bounds it."""
@@ -236,7 +165,7 @@ class Server:
 def serving(limits: Limits | None = None, **options: Any) -> Iterator[Server]:
     """A front end without workers; `options` are ServeConfig's."""
     tokenizer = make_tokenizer()
-    client = EngineClient("tcp://127.0.0.1:*", tokenizer.token_bytes, limits)
+    client = EngineClient(tokenizer.token_bytes, limits)
     config = ServeConfig(served_model_name=MODEL_NAME, **options)
     app = create_app(config, client, tokenizer)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -254,7 +183,9 @@ def serving(limits: Limits | None = None, **options: Any) -> Iterator[Server]:
     thread.start()
     base_url = f"http://127.0.0.1:{port}"
     requests = httpx.Client(base_url=base_url, timeout=60, trust_env=False, verify=_NO_TLS)
-    server = Server(base_url, client, tokenizer, started.get(timeout=60), requests)
+    folder = tempfile.TemporaryDirectory(prefix="plait-")
+    loop = started.get(timeout=60)
+    server = Server(base_url, client, tokenizer, loop, requests, Path(folder.name))
     try:
         yield server
     finally:
@@ -264,4 +195,5 @@ def serving(limits: Limits | None = None, **options: Any) -> Iterator[Server]:
         thread.join()
         for worker in server.workers:
             worker.vanish()
+        folder.cleanup()
         tokenizer.close()

@@ -33,8 +33,8 @@ def test_defaults_are_those_the_documents_name() -> None:
     assert options.max_body_bytes == 32 * 2**20
     assert (options.max_n, options.max_stop_strings) == (16, 4)
     assert (options.max_logit_bias, options.max_logprobs) == (300, 20)
-    assert options.max_replays == 2
-    assert options.colocated
+    assert options.max_replays == 4
+    assert not options.colocated
     assert not options.metrics_need_key
     assert options.api_keys() == ()
     assert options.cors_allow_origins == ()
@@ -126,10 +126,9 @@ def test_every_bad_value_is_reported_with_its_origin(
 ) -> None:
     monkeypatch.setenv("PLAIT_MAX_N", "none")
     path = write(tmp_path / "plait.yaml", "page_size: yes\n")
-    assert main(["serve", "--config", path, "--port", "x", "--no-colocated"]) == 2
+    assert main(["serve", "--config", path, "--port", "x"]) == 2
     error = capsys.readouterr().err
     assert "--port x:" in error
-    assert "--no-colocated: expected true" in error
     assert "PLAIT_MAX_N none:" in error
     assert f"page_size in {path} True:" in error
 
@@ -191,8 +190,17 @@ def test_the_worker_is_told_what_concerns_it() -> None:
     argv = "--page-size 16 --max-total-tokens 4096 --chunked-prefill-size 128"
     argv += " --max-running-requests 3 --context-length 99 --dtype float32 --device cpu"
     options = config.parse([*argv.split(), "--log-level", "debug", "--api-key", "hunter2"])
-    told = options.worker_config(model_path=Path("/models/m"), frontend_address="ipc:///x")
-    assert (told.model, told.frontend_address) == ("/models/m", "ipc:///x")
+    told = options.worker_config(
+        "decode",
+        1,
+        model_path=Path("/models/m"),
+        listen_address="ipc:///x",
+        cp_size=1,
+        salt="pepper",
+    )
+    assert (told.model, told.listen_address) == ("/models/m", "ipc:///x")
+    assert (told.role, told.index, told.title) == ("decode", 1, "decode 1")
+    assert told.hash_salt == "pepper"
     assert (told.page_size, told.max_total_tokens, told.chunked_prefill_size) == (16, 4096, 128)
     assert (told.max_running_requests, told.context_length) == (3, 99)
     assert (told.dtype, told.device, told.log_level) == ("float32", "cpu", "debug")
@@ -206,7 +214,7 @@ def test_help_shows_every_option_in_a_group_with_its_default(
         main(["serve", "--help"])
     assert caught.value.code == 0
     out = capsys.readouterr().out
-    for name in ServeConfig.model_fields:
+    for name in set(ServeConfig.model_fields) - set(config.NOT_FOR["serve"]):
         assert "--" + name.replace("_", "-") in out
     for group in ("model:", "network:", "scheduling:", "limits:", "operation:"):
         assert f"\n{group}\n" in out

@@ -25,7 +25,7 @@ from server.supervisor import (
     worker_command,
 )
 
-CONFIG = WorkerConfig(model="/none", frontend_address="ipc:///none")
+CONFIG = WorkerConfig(model="/none", listen_address="ipc:///none")
 WAITS = "import signal; signal.pause()"
 DEFIES = """
 import os, signal, sys

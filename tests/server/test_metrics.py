@@ -75,7 +75,6 @@ def test_families_of_workers_are_merged_by_slot_and_role() -> None:
         # A restarted worker takes its predecessor's slot: names stay few.
         first = server.workers[0]
         first.vanish()
-        server.client.worker_died(first.instance_id)
         server.until(lambda: len(server.client.fleet) == 1)
         server.add_worker(reply(token_ids))
         assert sorted(worker.slot for worker in server.client.fleet) == [0, 1]

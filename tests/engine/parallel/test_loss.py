@@ -11,7 +11,7 @@ import msgspec
 import psutil
 import pytest
 
-from engine.channel import FrontendChannel
+from engine.channel import Channel
 from engine.config import WorkerConfig
 from engine.messages import Drain, Hello, Outputs, Submit
 from engine.parallel.group import GROUP_FAILED
@@ -30,10 +30,12 @@ class Group:
     """A worker of two ranks over its real socket."""
 
     def __init__(self, folder, tmp_path):
-        self.channel = FrontendChannel(f"ipc://{tmp_path}/w")
+        self.address = f"ipc://{tmp_path}/w"
+        self.channel = Channel("frontend")
+        self.channel.dial(self.address)
         config = WorkerConfig(
             model=str(folder),
-            frontend_address=self.channel.address,
+            listen_address=self.address,
             dtype="float32",
             device="cpu",
             cp_size=2,
@@ -42,12 +44,10 @@ class Group:
         )
         command = [sys.executable, "-m", "engine.worker", msgspec.json.encode(config).decode()]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.instance_id = ""
-        while not self.instance_id:
+        is_ready = False
+        while not is_ready:
             assert self.process.poll() is None, self.process.stderr.read()
-            for instance_id, message in self.channel.receive(0.2):
-                if isinstance(message, Hello):
-                    self.instance_id = instance_id
+            is_ready = any(isinstance(m, Hello) for _, m in self.channel.receive(0.2))
         self.rank = next(
             p
             for p in psutil.Process(self.process.pid).children()
@@ -60,7 +60,7 @@ class Group:
             token_ids=[i % 190 + 3 for i in range(num_tokens)],
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
         )
-        self.channel.post(self.instance_id, Submit(request))
+        self.channel.send(self.address, Submit(request))
 
     def wait_for_output(self):
         while True:
@@ -93,7 +93,6 @@ def group(folder, tmp_path):
 
 def test_a_killed_rank_ends_its_group_in_the_middle_of_a_prefill(group):
     group.submit(2000, 2000)
-    group.channel.receive(0.1)  # carries the posted request out
     group.rank.send_signal(signal.SIGKILL)
     code, said = group.ended()
     assert code == GROUP_FAILED
@@ -120,8 +119,7 @@ def test_ranks_end_with_a_killed_leader(group):
 def test_a_drained_group_ends_with_exit_code_0_and_no_rank_left(group):
     group.submit(20, 3)
     group.wait_for_output()
-    group.channel.post(group.instance_id, Drain())
-    group.channel.receive(0.1)
+    group.channel.send(group.address, Drain())
     code, _ = group.ended()
     assert code == 0
     assert not group.rank.is_running()
