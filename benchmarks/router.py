@@ -1,13 +1,14 @@
 """What the prefix-aware router costs the event loop: 16 workers with 100k cached pages each, a
 prompt of 128k tokens, and a reader thread that applies the workers' events meanwhile.
 
-    python -m benchmarks.router [--rounds 5] [--json FILE]
+    python -m benchmarks.router [--rounds 5] [--rest 0] [--json FILE]
 
-Prints four tables. Exits with 1, and reports nothing, where the index does not say what a plain
+Prints five tables. Exits with 1, and reports nothing, where the index does not say what a plain
 search over sets says. Pauses are gaps between two turns of an asyncio loop that does nothing but
 turn; those with no thread beside it show what the machine itself adds. The longest pause of each
 round is reported as that of the quietest, the median and the worst round: on a machine that others
-use too, all but the first measure the others.
+use too, all but the first measure the others. There, `chrt -f 1` before the command and `--rest 1`
+keep them away from the cores during a round and let them go on between two.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
+import platform
 import random
 import resource
 import statistics
@@ -213,7 +216,7 @@ def pauses(work: list[Callable[[], None]], seconds: float) -> tuple[list[float],
     return gaps_s, done
 
 
-def pausing(work: Work, rounds: int, seconds: float) -> list[Row]:
+def pausing(work: Work, rounds: int, seconds: float, rest_s: float) -> list[Row]:
     cases: dict[str, list[Callable[[], None]]] = {
         "nothing": [],
         "steps of 16 workers": [work.steps],
@@ -227,6 +230,7 @@ def pausing(work: Work, rounds: int, seconds: float) -> list[Row]:
         sys.setswitchinterval(interval_s)
         longest, gaps_s, done = [], [], 0
         for _ in range(rounds):
+            time.sleep(rest_s)
             found, counts = pauses(threads, seconds)
             gaps_s += found
             longest.append(1e3 * max(found))
@@ -266,12 +270,21 @@ def single(work: Work) -> list[Row]:
     return rows
 
 
+def machine() -> Row:
+    return {
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "load_average": os.getloadavg()[0],
+        "real_time": os.sched_getscheduler(0) == os.SCHED_FIFO,
+    }
+
+
 def show(title: str, rows: list[Row]) -> None:
     table = Table(*rows[0], title=title, title_justify="left")
     for row in rows:
         table.add_row(
             *(
-                f"{v:.3g}" if isinstance(v, float) else f"{v:,}" if isinstance(v, int) else str(v)
+                f"{v:.3g}" if isinstance(v, float) else f"{v:,}" if type(v) is int else str(v)
                 for v in row.values()
             )
         )
@@ -282,6 +295,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a round")
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds before each round")
     parser.add_argument("--calls", type=int, default=2000, help="of choose, per policy")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -301,6 +315,7 @@ def main() -> int:
         return 1
     work = Work(index, held)
     found: dict[str, list[Row]] = {
+        "machine": [machine()],
         "choose": choosing(index, asked, args.calls),
         "single": single(work),
         "memory": [
@@ -311,7 +326,7 @@ def main() -> int:
                 "bytes_a_page": grown / index_pages,
             }
         ],
-        "pauses": pausing(work, args.rounds, args.seconds),
+        "pauses": pausing(work, args.rounds, args.seconds, args.rest),
     }
     for name, rows in found.items():
         show(name, rows)

@@ -2,14 +2,14 @@
 
 The interpreter lets one thread run at a time. A thread that never waits keeps the loop waiting for
 a whole switch interval (5 ms by default) and, where cores are short, for the scheduler's time slice
-on top. One that sleeps as briefly as can be, every fraction of a millisecond, is passed at once.
+on top. One that sleeps for a moment every fraction of a millisecond is passed at once.
 """
 
 from __future__ import annotations
 
 import time
 
-_SLEEP_S = 1e-6  # in fact what the kernel makes of it, some 60 us: the thread must leave its core
+_SLEEP_S = 5e-5  # the kernel makes about twice that of it; enough for the loop to wake up
 
 
 class Breath:

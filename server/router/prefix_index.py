@@ -16,7 +16,7 @@ from server.router.breath import Breath
 
 _NUM_SHARDS = 256  # by a hash's first byte
 _SWEPT_SHARDS = 16  # freed at each apply
-_BREATH_PAGES = 256  # some 0.1 ms
+_BREATH_PAGES = 128  # some 0.1 ms
 
 # Dicts for sets: the garbage collector walks through every set, but not through dicts of bytes and
 # None, and a full collection over a million hashes would stop the event loop for tens of ms.
