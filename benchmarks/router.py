@@ -43,7 +43,7 @@ NUM_WORKERS = 16
 PAGES_PER_WORKER = 100_000
 SNAPSHOT_HASHES = 1024
 STEP_PAGES = 128  # stored and removed by one step: a chunk of 8192 tokens
-SWITCH_INTERVALS_S = (0.005, 0.0005)  # CPython's default, and what the front end sets
+SWITCH_INTERVALS_S = (0.005, 0.0005)  # CPython's default, and a tenth of it
 KEYS = [f"worker-{i:02d}" for i in range(NUM_WORKERS)]
 
 Row = dict[str, object]
