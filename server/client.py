@@ -45,6 +45,7 @@ class EngineClient:
     ) -> None:
         self.limits = limits or Limits()
         self.fleet = Fleet()
+        self.addresses: dict[str, None] = {}  # where workers are, or should be
         self.router = Router(self.fleet, policy)
         self.metrics = Metrics()
         self.metrics.watch(self.fleet)
@@ -78,10 +79,12 @@ class EngineClient:
 
     def add_worker(self, address: str) -> None:
         """Dial the worker at this ZeroMQ endpoint, again whenever it goes away."""
+        self.addresses[address] = None
         self._channel.post_dial(address)
 
     def remove_worker(self, address: str) -> None:
         """Forget it; what it had is replayed elsewhere."""
+        self.addresses.pop(address, None)
         self._channel.post_hang_up(address)
         self._lose(address, "was removed")
 

@@ -16,7 +16,7 @@ def live() -> Response:
 
 def ready(client: EngineClient) -> Response:
     """200 while new requests are served: failing it means send me none."""
-    return _answer(200 if client.is_ready else 503, {"status": _status(client)})
+    return _answer(200 if client.is_ready else 503, {"status": state(client)})
 
 
 def health(client: EngineClient) -> Response:
@@ -29,10 +29,11 @@ def health(client: EngineClient) -> Response:
         }
         for worker in client.fleet
     ]
-    return _answer(200 if workers else 503, {"status": _status(client), "workers": workers})
+    return _answer(200 if workers else 503, {"status": state(client), "workers": workers})
 
 
-def _status(client: EngineClient) -> str:
+def state(client: EngineClient) -> str:
+    """In a word or a few: does it serve?"""
     if client.is_draining:
         return "draining"
     return "ok" if client.is_ready else "no worker is ready"

@@ -1,0 +1,115 @@
+"""The fleet as the front end sees it: the answer of GET /status, which `plait status` shows.
+
+Knows no worker's inside: only what its hello and its heartbeats said.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.responses import Response
+
+from engine.types import Load
+from server.client import EngineClient
+from server.fleet import Worker
+from server.health import state
+
+# Workers speak twice a second: one that said nothing between two looks, two seconds apart, is late.
+_LATE_LOOKS = 2
+
+
+class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """By the worker's last heartbeat, of all front ends together."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int  # prompt tokens of those that wait
+    rooms: int  # hand-offs under way
+
+
+class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages of one tier of a worker's KV memory. They add up to `total`."""
+
+    used: int  # by requests
+    cached: int  # prefixes that may be evicted
+    free: int
+    fenced: int  # given up, but bytes of a hand-off may still come into them
+    total: int
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    role: str
+    instance_id: str  # of the process: another after a restart
+    pid: int
+    host: str
+    address: str  # of its control socket
+    ranks: int
+    health: str  # ok, draining, overloaded or silent
+    requests: int  # unfinished ones of this front end that it has a part in
+    load: LoadStatus
+    pages: dict[str, TierStatus]  # by tier; empty until the first heartbeat
+
+
+class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
+    status: str  # ok, draining, or what is missing
+    requests: int  # unfinished ones of this front end
+    parked: int  # of those, requests that no worker can be given now
+    workers: list[WorkerStatus]
+    absent: list[str]  # control addresses where no worker has said hello, or not since it was lost
+
+
+def answer(client: EngineClient) -> Response:
+    """GET /status: always 200, with what there is."""
+    return Response(
+        msgspec.json.encode(fleet_status(client)),
+        headers={"Cache-Control": "no-store"},
+        media_type="application/json",
+    )
+
+
+def fleet_status(client: EngineClient) -> FleetStatus:
+    return FleetStatus(
+        status=state(client),
+        requests=client.num_unfinished,
+        parked=client.metrics.num_parked,
+        workers=[_worker_status(client, worker) for worker in client.fleet],
+        absent=[address for address in client.addresses if client.fleet.at(address) is None],
+    )
+
+
+def _worker_status(client: EngineClient, worker: Worker) -> WorkerStatus:
+    hello, load = worker.hello, worker.load
+    return WorkerStatus(
+        role=hello.role,
+        instance_id=hello.instance_id,
+        pid=hello.pid,
+        host=hello.host,
+        address=worker.address,
+        ranks=hello.cp_size,
+        health=_health(client, worker),
+        requests=worker.num_live,
+        load=LoadStatus(
+            running=load.num_running,
+            waiting=load.num_waiting,
+            waiting_tokens=load.waiting_tokens,
+            rooms=load.num_rooms,
+        ),
+        pages={"device": _device_pages(load, hello.total_pages)} if load != Load() else {},
+    )
+
+
+def _health(client: EngineClient, worker: Worker) -> str:
+    if worker.num_silent_looks >= _LATE_LOOKS:
+        return "silent"
+    if worker.load.is_draining:
+        return "draining"
+    return "overloaded" if client.router.hints.is_overloaded(worker.address) else "ok"
+
+
+def _device_pages(load: Load, total: int) -> TierStatus:
+    return TierStatus(
+        used=total - load.free_pages - load.evictable_pages - load.fenced_pages,
+        cached=load.evictable_pages,
+        free=load.free_pages,
+        fenced=load.fenced_pages,
+        total=total,
+    )
