@@ -43,7 +43,7 @@ def tiny_dsa(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.fixture(scope="session")
 def served(tiny_dsa: Path) -> Iterator[Served]:
     """A real server of `tiny_dsa` whose KV pool is too small for a crowd."""
-    with serving(tiny_dsa, "--max-total-tokens", "1024") as running:
+    with serving(tiny_dsa, "--colocated", "--max-total-tokens", "1024") as running:
         running.wait_ready()
         yield running
         running.stop()

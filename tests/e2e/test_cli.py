@@ -102,16 +102,16 @@ def test_a_worker_that_cannot_load_ends_plait_with_its_error(
     broken.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         (broken / name).write_bytes((tiny_model / name).read_bytes())
-    done = run("serve", "--port", "0", "--device", "cpu", "--model", str(broken))
+    done = run("serve", "--colocated", "--port", "0", "--device", "cpu", "--model", str(broken))
     assert done.returncode == 1
     assert "safetensors" in done.stderr  # the worker's own words
-    assert "plait serve: worker 0 cannot start; its error is above" in done.stderr
+    assert "plait serve: colocated 0 cannot start; its error is above" in done.stderr
 
 
 def test_serve_answers_the_printed_line_replaces_a_killed_worker_and_drains(
     tiny_model: Path,
 ) -> None:
-    with serving(tiny_model, "--drain-timeout-s", "600") as served:
+    with serving(tiny_model, "--colocated", "--drain-timeout-s", "600") as served:
         first = served.wait_ready()
         words = shlex.split(served.wait_for(re.compile(r"curl .*"))[0])
         headers = dict([words[words.index("-H") + 1].split(": ")])
@@ -121,7 +121,7 @@ def test_serve_answers_the_printed_line_replaces_a_killed_worker_and_drains(
         assert answer.json()["usage"]["completion_tokens"] <= 8
         assert httpx.get(f"{served.url}/ready").status_code == 200
         assert psutil.Process(served.process.pid).cmdline()[0] == "plait frontend"
-        assert [worker.cmdline()[0] for worker in served.workers()] == ["plait worker 0"]
+        assert [worker.cmdline()[0] for worker in served.workers()] == ["plait colocated 0"]
 
         os.kill(first, signal.SIGKILL)
         second = int(served.wait_for(READY)[1])
@@ -144,7 +144,7 @@ def test_serve_answers_the_printed_line_replaces_a_killed_worker_and_drains(
 
 
 def test_what_is_not_done_at_the_end_of_the_drain_gets_an_error_chunk(tiny_model: Path) -> None:
-    with serving(tiny_model, "--drain-timeout-s", "0") as served:
+    with serving(tiny_model, "--colocated", "--drain-timeout-s", "0") as served:
         worker = psutil.Process(served.wait_ready())
         url, body = f"{served.url}/v1/completions", long_answer(1000)
         with httpx.stream("POST", url, json=body, timeout=120) as stream:
@@ -161,7 +161,7 @@ def test_what_is_not_done_at_the_end_of_the_drain_gets_an_error_chunk(tiny_model
 def test_a_second_interrupt_ends_at_once_and_a_killed_front_end_leaves_no_worker(
     tiny_model: Path,
 ) -> None:
-    with serving(tiny_model, "--drain-timeout-s", "600") as served:
+    with serving(tiny_model, "--colocated", "--drain-timeout-s", "600") as served:
         worker = psutil.Process(served.wait_ready())
         url, body = f"{served.url}/v1/completions", long_answer(1000)
         with httpx.stream("POST", url, json=body, timeout=120) as stream:
@@ -174,7 +174,7 @@ def test_a_second_interrupt_ends_at_once_and_a_killed_front_end_leaves_no_worker
         worker.wait(LINE_TIMEOUT_S)
 
     # Killed while its worker still loads: the worker has not even met the front end.
-    with serving(tiny_model) as served:
+    with serving(tiny_model, "--colocated") as served:
         served.wait_for(re.compile(r"plait \d.* from "))
         while not (workers := served.workers()):
             pass

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.e2e.asking import (
@@ -19,7 +23,7 @@ from tests.e2e.asking import (
     tell,
     tell_one_at_a_time,
 )
-from tests.served import Served
+from tests.served import Served, serving
 
 pytestmark = pytest.mark.e2e
 
@@ -75,35 +79,34 @@ async def test_a_worker_that_hangs_is_killed_and_invisible(
     served: Served, expected: list[Answer]
 ) -> None:
     answers = await told_while(served, lambda pid: os.kill(pid, signal.SIGSTOP))
-    served.wait_for(re.compile(r"worker 0 \(pid \d+\) hangs: silent for 6 s; killed"))
+    served.wait_for(re.compile(r"colocated 0 \(pid \d+\) hangs: silent for 6 s; killed"))
     assert answers == expected
     assert_all_given_back(served)
 
 
-async def test_a_request_whose_workers_die_is_given_up_and_others_live(
-    served: Served, expected: list[Answer]
-) -> None:
-    """The worker is killed each time that it computes for the request."""
-    poison = ask_of("Poison.", False, False, {"model": "tiny", "max_tokens": 600})
+def test_a_request_that_is_lost_without_a_token_each_time_is_given_up(tiny_dsa: Path) -> None:
+    """The worker is killed whenever it has the request and has not said a token of it."""
+    flags = ("--colocated", "--max-replays", "1", "--chunked-prefill-size", "1")
+    poison = ask_of("Poison. " * 200, False, False, {"model": "tiny", "max_tokens": 2})
     poison.body.update(stream=True, ignore_eos=True, temperature=0)
-    struck: list[int] = []
-    others: list[asyncio.Task[Answer]] = []
 
-    async with client_of(served) as http:
+    async def tell_poison() -> Answer:
+        async with client_of(running) as http:
+            return await tell(http, poison)
 
-        def strike() -> None:
-            """Unless the worker that sent this chunk is gone already and the next is not there."""
-            pids = [worker.pid for worker in served.workers()]
-            if pids in ([], struck[-1:]) or not served.metrics()("plait_workers_ready"):
-                return
-            if len(struck) == 1:
-                others.extend(asyncio.create_task(tell(http, ask)) for ask in streams()[:4])
-            struck.extend(pids)
-            os.kill(pids[0], signal.SIGKILL)
-
-        answer = await tell(http, poison, strike)
-        assert await asyncio.gather(*others) == expected[:4]
-    assert len(struck) == 3
-    assert "lost its worker 3 times" in answer.error
-    assert answer.choices[0].finish_reason is None
-    assert_all_given_back(served)
+    with serving(tiny_dsa, *flags) as running, ThreadPoolExecutor(1) as pool:
+        running.wait_ready()
+        told = pool.submit(lambda: asyncio.run(tell_poison()))
+        num_struck = 0
+        while not told.done():
+            for worker in httpx.get(f"{running.url}/status", timeout=60).json()["workers"]:
+                if worker["requests"]:
+                    with contextlib.suppress(ProcessLookupError):  # its end is not known yet
+                        os.kill(worker["pid"], signal.SIGKILL)
+                        num_struck += 1
+        assert num_struck >= 2
+        assert "the request was lost 2 times" in told.result().error
+        [other] = asyncio.run(tell_one_at_a_time(running, streams()[:1]))
+        assert not other.error
+        assert other.choices[0].finish_reason == "length"
+        running.stop()
