@@ -17,6 +17,7 @@ from engine.plan import StepPlan, StepResult
 from engine.runner import Runner
 from engine.scheduler.scheduler import Scheduler
 from kvcache.events import EventLog
+from kvcache.pool import KVPool
 from kvcache.transfer.base import TransferEngine
 from kvcache.transfer.record import PoolRecord
 
@@ -28,7 +29,7 @@ class Rank:
     runner: Runner
     mesh: Mesh
     stream_workspace_bytes: int  # of the streamed reads; 0 with one rank
-    record: PoolRecord
+    pool: KVPool
     pusher: Pusher | None = None  # of a prefill group's ranks
     transfer: TransferEngine | None = None  # of those and of decode workers
 
@@ -50,10 +51,11 @@ class Rank:
         return result
 
     def close_transfer(self) -> None:
-        if self.pusher is not None:
-            self.pusher.close()
+        """What is in flight fails."""
         if self.transfer is not None:
             self.transfer.close()
+        if self.pusher is not None:
+            self.pusher.close()
 
 
 class Mailbox:
@@ -100,7 +102,7 @@ class Engine:
     @property
     def record(self) -> PoolRecord | None:
         """Of the pool that is handed over from; None where this worker hands nothing over."""
-        return self.leader.record if self.leader.pusher is not None else None
+        return self.leader.pool.record() if self.leader.pusher is not None else None
 
     @property
     def destination(self) -> Destination | None:
@@ -117,4 +119,4 @@ class Engine:
 def destination_of(rank: Rank) -> Destination | None:
     if rank.transfer is None or rank.pusher is not None:
         return None
-    return Destination(rank.transfer.session, rank.record)
+    return Destination(rank.transfer.session, rank.pool.record())

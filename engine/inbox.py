@@ -151,10 +151,8 @@ class Inbox:
         first, end = wanted.first_position, wanted.first_position + len(wanted.dst_pages)
         bad = [page for page in wanted.dst_pages if not 1 <= page < wanted.pool.num_row_pages]
         if first < 0 or end != num_pages or bad:
-            why = (
-                f"the reservation is for pages {first} to {end} of {num_pages}"
-                + f"; page {bad[0]} is outside the pool" * bool(bad)
-            )
+            why = f"the reservation is for pages {first} to {end} of {num_pages}"
+            why += f"; page {bad[0]} is outside the pool" if bad else ""
             self._refuse("reservation", why)
             return why
         if self._peers.named(message.frontend) is None:

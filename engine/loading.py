@@ -139,12 +139,11 @@ def build_rank(
         max_running=config.max_running_requests,
         max_pages=-(-setup.context_length // setup.page_size),
     )
-    record = pool.record()
     transfer = _start_transfer(config, pool)
     pusher = None
     if transfer is not None and config.role == "prefill":
         pusher = Pusher(pool, transfer, rank, report)
-    return Rank(runner, mesh, attention.workspace_bytes, record, pusher, transfer)
+    return Rank(runner, mesh, attention.workspace_bytes, pool, pusher, transfer)
 
 
 def _start_transfer(config: WorkerConfig, pool: KVPool) -> TransferEngine | None:
@@ -152,7 +151,6 @@ def _start_transfer(config: WorkerConfig, pool: KVPool) -> TransferEngine | None
         return None
     engine = MooncakeEngine(config.transfer_host, config.transfer_protocol)
     register_pool(engine, pool.record())
-    log.info("transfers at %s over %s", engine.session, engine.protocol)
     return engine
 
 

@@ -22,6 +22,7 @@ from server.fleet import LOOK_S, Capabilities, Fleet
 from server.generation import EngineError, Generation, Limits, Live, Quota, Submission
 from server.metrics import Metrics
 from server.reader import Event, Reader
+from server.router.prompt_hashes import prompt_hashes
 from server.router.router import Router
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class EngineClient:
             elif len(token_ids) <= _INLINE_TOKENS:
                 hashes.append(page_hashes(token_ids, page_size, salt))
             else:
-                hashes.append(await asyncio.to_thread(page_hashes, token_ids, page_size, salt))
+                hashes.append(await asyncio.to_thread(prompt_hashes, token_ids, page_size, salt))
         return hashes
 
     def generate(

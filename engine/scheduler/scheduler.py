@@ -338,6 +338,7 @@ class Scheduler:
         out = self._out(req, **fields)
         req.num_emitted = req.num_output
         if req.outgoing is not None:
+            self.counts["handed_over"] += 1
             self._drop(req)
             self.prefill_side.complete(req, sampled.token_id)
         return out
