@@ -1,7 +1,8 @@
-"""Pages from one process to another over loopback TCP: the pusher against the bare Mooncake engine
+"""Pages from one process to another on this machine: the pusher against the bare Mooncake engine
 that is given the same writes.
 
     python -m benchmarks.transfer [--gib 0.25] [--rounds 7] [--json FILE]
+                                  [--device cuda] [--protocol tcp|rdma|nvlink]
 
 The gate comes first: every page must arrive, and no other may change. Prints a table. Exits with 1
 where the gate fails or the pusher moves less than 0.8 of what the bare engine does.
@@ -33,7 +34,7 @@ from engine.handoff.room import Reservation, RoomReport
 from kvcache.layout import KVGeometry
 from kvcache.pool import KVPool
 from kvcache.transfer.digest import page_digest
-from kvcache.transfer.mooncake import MooncakeEngine
+from kvcache.transfer.mooncake import PROTOCOLS, MooncakeEngine
 from kvcache.transfer.plan import plan_writes, register_pool
 from kvcache.transfer.record import PoolRecord
 from kvcache.transfer.system import captured_stderr, load_engine_module
@@ -56,6 +57,8 @@ GEOMETRIES = {
 @dataclass
 class Row:
     model: str
+    device: str
+    protocol: str
     pages: str  # contiguous or scattered
     num_pages: int
     num_writes: int
@@ -67,42 +70,50 @@ class Row:
     pusher_cpu_s_per_gb: float
 
 
-def new_pool(model: str, num_pages: int, seed: int) -> KVPool:
-    pool = KVPool.create(GEOMETRIES[model], PAGE, num_pages, torch.bfloat16)
-    generator = torch.Generator().manual_seed(seed)
-    for buffer in pool.buffers():
-        flat = buffer.view(torch.int16)
-        flat.random_(generator=generator)
-    return pool
+@dataclass(frozen=True)
+class Setting:
+    model: str
+    num_pages: int
+    device: str
+    protocol: str
+
+    def pool(self, seed: int) -> KVPool:
+        """Of random bits."""
+        geometry = GEOMETRIES[self.model]
+        pool = KVPool.create(geometry, PAGE, self.num_pages, torch.bfloat16, self.device)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        for buffer in pool.buffers():
+            buffer.view(torch.int16).random_(generator=generator)
+        return pool
 
 
-def receive(model: str, num_pages: int, pipe: Connection) -> None:
+def receive(setting: Setting, pipe: Connection) -> None:
     """The decode worker's process: its memory, and digests of it on request."""
-    pool = new_pool(model, num_pages, 2)
-    engine = MooncakeEngine()
+    pool = setting.pool(2)
+    engine = MooncakeEngine(protocol=setting.protocol)
     register_pool(engine, pool.record())
     pipe.send((engine.session, pool.record()))
     while pipe.recv():
-        pipe.send([page_digest(pool, row_page) for row_page in range(num_pages + 1)])
+        pipe.send([page_digest(pool, row_page) for row_page in range(setting.num_pages + 1)])
     engine.close()
 
 
 class Pair:
     """A sender with a pusher and a bare engine, and a receiver in another process."""
 
-    def __init__(self, model: str, num_pages: int) -> None:
+    def __init__(self, setting: Setting) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
-        self._process = context.Process(target=receive, args=(model, num_pages, other))
+        self._process = context.Process(target=receive, args=(setting, other))
         self._process.start()
-        self.pool = new_pool(model, num_pages, 1)
-        self._engine = MooncakeEngine()
+        self.pool = setting.pool(1)
+        self._engine = MooncakeEngine(protocol=setting.protocol)
         register_pool(self._engine, self.pool.record())
         self._reports: queue.Queue[RoomReport] = queue.Queue()
         self._pusher = Pusher(self.pool, self._engine, 0, self._reports.put)
         self._bare: Any = load_engine_module().TransferEngine()
         with captured_stderr():
-            code = self._bare.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
+            code = self._bare.initialize("127.0.0.1", "P2PHANDSHAKE", setting.protocol, "")
         if code != 0:
             raise RuntimeError(f"the bare engine did not start: {code}")
         for buffer in self.pool.record().buffers:
@@ -178,8 +189,9 @@ def clocked(
     return time.perf_counter() - clock, time.process_time() - cpu
 
 
-def measure(model: str, num_pages: int, rounds: int) -> list[Row]:
-    pair = Pair(model, num_pages)
+def measure(setting: Setting, rounds: int) -> list[Row]:
+    pair = Pair(setting)
+    model, num_pages = setting.model, setting.num_pages
     rows = []
     shuffled = random.Random(0).sample(range(1, num_pages + 1), num_pages)
     in_order = list(range(1, num_pages + 1))
@@ -202,6 +214,8 @@ def measure(model: str, num_pages: int, rounds: int) -> list[Row]:
         rows.append(
             Row(
                 model=model,
+                device=setting.device,
+                protocol=setting.protocol,
                 pages=name,
                 num_pages=num_pages,
                 num_writes=num_writes,
@@ -221,13 +235,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=0.25, help="sent in each round")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--protocol", default="tcp", choices=PROTOCOLS)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/transfer.json"))
     args = parser.parse_args()
     rows: list[Row] = []
     for model, geometry in GEOMETRIES.items():
         page_bytes = KVPool.page_bytes(geometry, PAGE, torch.bfloat16)
-        rows += measure(model, max(2, int(args.gib * 2**30 / page_bytes)), args.rounds)
-    table = Table(*asdict(rows[0]), title="one sender, one receiver, loopback TCP")
+        num_pages = max(2, int(args.gib * 2**30 / page_bytes))
+        rows += measure(Setting(model, num_pages, args.device, args.protocol), args.rounds)
+    table = Table(*asdict(rows[0]), title="one sender, one receiver")
     for row in rows:
         table.add_row(
             *(f"{v:.2f}" if isinstance(v, float) else str(v) for v in asdict(row).values())

@@ -1,8 +1,13 @@
 """The transfer port over Mooncake's engine, peer to peer: TCP, RDMA, or NVLink where built in.
 
-Requests are submitted one by one and polled: unlike the engine's batch call this tells the fate of
-each, ends only when all are decided, and does not burn a core meanwhile. CUDA memory may be
-registered; over TCP Mooncake copies it in pieces of 64 KiB, which is slow.
+Over a network requests are submitted one by one and polled: unlike the engine's batch call this
+tells the fate of each, ends only when all are decided, and does not burn a core meanwhile. Over
+NVLink a submission is the copy, and the batch call is used.
+
+CUDA pools may be registered. Over TCP Mooncake moves them by pieces of 64 KiB through the host: 1.1
+to 2.1 GB/s where host memory makes 2.1 to 4.5 (H200, one sender). Staging in pinned memory would
+have to be done at both ends, with a page-first layout that pool records cannot say; it is not done.
+RDMA has not been tried.
 """
 
 from __future__ import annotations
@@ -121,6 +126,9 @@ class MooncakeEngine:
             # For a peer that does not answer the engine, with all its sessions, waits a minute.
             describe(session)
             self._reached.add(session)
+        if self.protocol.startswith("nvlink"):
+            self._copy(session, writes, abandoned)
+            return
         batch = _Batch(self._engine, session, len(writes), self._adrift.pop(session, []))
         try:
             batch.run(_pieces(writes), abandoned)
@@ -130,6 +138,16 @@ class MooncakeEngine:
         finally:
             if batch.undecided:
                 self._adrift[session] = list(batch.undecided)
+
+    def _copy(self, session: str, writes: Sequence[Write], abandoned: threading.Event) -> None:
+        for start in range(0, len(writes), _MAX_IN_FLIGHT):
+            if abandoned.is_set():
+                raise TransferError(f"write to {session}: the peer was given up")
+            part = writes[start : start + _MAX_IN_FLIGHT]
+            columns = (list(column) for column in zip(*part, strict=True))
+            if self._engine.batch_transfer_sync_write(session, *columns) != 0:
+                self._reached.discard(session)
+                raise TransferError(f"write to {session}: a copy of {len(writes)} failed")
 
 
 class _Batch:

@@ -37,7 +37,7 @@ def load_engine_module() -> Any:
     except ModuleNotFoundError as error:
         raise TransferUnavailableError(
             f"the transfer engine is not installed ({error}): pip install "
-            "mooncake-transfer-engine-non-cuda, or mooncake-transfer-engine on CUDA machines, "
+            "mooncake-transfer-engine-non-cuda, or -cuda13 in its place on CUDA machines, "
             "never both; --colocated needs neither"
         ) from error
     except ImportError as error:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kvcache.pool import KVPool
-from kvcache.transfer import system
+from kvcache.transfer import mooncake, system
 from kvcache.transfer.base import TransferError, TransferUnavailableError, Write
 from kvcache.transfer.digest import page_digest
 from kvcache.transfer.mooncake import MooncakeEngine, describe
@@ -133,6 +133,21 @@ def test_an_address_that_the_peer_did_not_register(
     assert contents(theirs)[2] == contents(ours)[1]
 
 
+def test_the_batch_call_that_nvlink_uses(
+    engine: MooncakeEngine, other: MooncakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here over TCP: the same bytes, the same errors."""
+    monkeypatch.setattr(engine, "protocol", "nvlink_intra")
+    ours = registered(engine, random_pool(DSA, NUM_PAGES, 1))
+    theirs = registered(other, random_pool(DSA, NUM_PAGES, 2))
+    writes = plan_writes(ours.record(), theirs.record(), PAGES[::-1], PAGES)
+    engine.write(other.session, writes).result(WAIT_S)
+    assert contents(theirs)[1:] == contents(ours)[:0:-1]
+    astray = Write(ours.record().buffers[0].address, 1 << 44, 64)
+    with pytest.raises(TransferError, match="a copy of 1 failed"):
+        engine.write(other.session, [astray]).result(WAIT_S)
+
+
 def test_nobody_and_somebody_else_at_the_address(engine: MooncakeEngine) -> None:
     memory = torch.zeros(8, dtype=torch.uint8)
     write = Write(memory.data_ptr(), memory.data_ptr(), 8)
@@ -205,8 +220,8 @@ def test_the_protocol_is_what_was_asked_for(engine: MooncakeEngine) -> None:
         MooncakeEngine(protocol="bogus")
 
 
-@pytest.mark.skipif(Path("/sys/class/infiniband").exists(), reason="this machine has RDMA devices")
-def test_rdma_without_a_device() -> None:
+def test_rdma_without_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "_RDMA_DEVICES", tmp_path)
     with pytest.raises(TransferUnavailableError, match=r"no RDMA device .* use tcp"):
         MooncakeEngine(protocol="rdma")
 
