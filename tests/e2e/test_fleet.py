@@ -1,6 +1,6 @@
-"""The whole picture: a front end, a prefill group of two ranks and a decode worker, as `plait serve`
-starts them, over the real transfer engine. Answers equal those of one worker that does it all,
-whatever is killed or held up meanwhile, and everything is given back."""
+"""The whole picture: a front end, a prefill group of two ranks and a decode worker, as
+`plait serve` starts them, over the real transfer engine. Answers equal those of one worker that
+does it all, whatever is killed or held up meanwhile, and everything is given back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fleet_asks() -> list[Ask]:
     """30 prompts, greedy and seeded: short, longer than the indexer's top-k, longer than what one
     rank holds; all streamed, with the tokens."""
     draw = random.Random(11)
-    words = "river stone bread moon train number old blue seven happy under music".split()
+    words = ["river", "stone", "bread", "moon", "train", "old", "blue", "seven", "happy", "music"]
     asks = []
     for number in range(30):
         num_words = (3, TOPK, 60, 130, 900)[number % 5]
