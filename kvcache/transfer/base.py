@@ -105,5 +105,6 @@ class TransferEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Fail what waits or runs and join all threads. A second call does nothing."""
+        """Fail what waits or runs, join all threads and let nobody write here any more. A second
+        call does nothing."""
         ...

@@ -81,7 +81,6 @@ class MooncakeEngine:
         self._reached: set[str] = set()  # sessions that answered and have not failed since
         self._adrift: dict[str, list[int]] = {}  # requests that a write stopped waiting for
         self._threads = SessionThreads(self._write_batch, "mooncake")
-        self._is_closed = False
         self.protocol = self._chosen_protocol(protocol)
         log.info("transfer engine at %s over %s", self.session, self.protocol)
 
@@ -114,10 +113,8 @@ class MooncakeEngine:
         self._reached.discard(session)
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
         self._threads.close()
+        self._engine = None  # stops listening: from here on nobody writes into this memory
 
     def _write_batch(
         self, session: str, writes: Sequence[Write], abandoned: threading.Event

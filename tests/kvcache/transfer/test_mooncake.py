@@ -213,6 +213,40 @@ def test_a_stopped_peer_is_given_up_on_request(engine: MooncakeEngine, peer: Pee
     assert peer.digests(DSA_NAME)[1:] == [page_digest(ours, page) for page in PAGES]
 
 
+def test_a_peer_that_stays_stopped(
+    engine: MooncakeEngine, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write gives up in the end; one that has not begun finds the peer silent."""
+    ours = registered(engine, random_pool(DSA, NUM_PAGES, 5))
+    writes = plan_writes(ours.record(), peer.records[DSA_NAME], PAGES, PAGES)
+    engine.write(peer.session, writes[:1]).result(WAIT_S)
+    monkeypatch.setattr(mooncake, "_STALL_S", 0.05)
+    monkeypatch.setattr(mooncake, "_ANSWER_S", 0.05)
+    os.kill(peer.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(TransferError, match=f"nothing moved .* {len(writes)} requests undec"):
+            engine.write(peer.session, writes).result(WAIT_S)
+        with pytest.raises(TransferError, match=r"no transfer engine answers at .* timed out"):
+            engine.write(peer.session, writes).result(WAIT_S)
+    finally:
+        os.kill(peer.pid, signal.SIGCONT)
+    monkeypatch.undo()
+    engine.write(peer.session, writes).result(WAIT_S)
+    assert peer.digests(DSA_NAME)[1:] == [page_digest(ours, page) for page in PAGES]
+
+
+def test_a_closed_engine_takes_nothing_and_gives_nothing(other: MooncakeEngine) -> None:
+    closed = MooncakeEngine()
+    closed.close()
+    closed.close()
+    memory = torch.zeros(8, dtype=torch.uint8)
+    write = Write(memory.data_ptr(), memory.data_ptr(), 8)
+    with pytest.raises(TransferError, match="no transfer engine answers"):
+        other.write(closed.session, [write]).result(WAIT_S)
+    with pytest.raises(TransferError, match="the engine is closed"):
+        closed.write(other.session, [write]).result(WAIT_S)
+
+
 def test_the_protocol_is_what_was_asked_for(engine: MooncakeEngine) -> None:
     assert engine.protocol == "tcp"
     assert describe(engine.session)["protocol"] == "tcp"
