@@ -29,11 +29,17 @@ __all__ = ["Inserted", "Match", "Node", "PrefixCache"]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix in full pages. Lock `node` before the next alloc or evict."""
+    """The longest cached prefix in full pages. Lock `node` before the next alloc or evict.
+
+    The last two are set by a cache with a host tier (kvcache.tiered_cache), whose `load_back` takes
+    them: what lies beyond the prefix in host memory only.
+    """
 
     pages: list[int]  # [num_tokens / page_size]
     node: Node
     num_tokens: int
+    num_host_tokens: int = 0  # whole pages
+    host_node: Node | None = None  # the last node of those
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +59,13 @@ class PrefixCache:
     def __init__(self, allocator: CPSharedPagedAllocator, events: EventLog | None = None) -> None:
         self._allocator = allocator
         self.page_size = allocator.page_size
-        self._tree = RadixTree(allocator.page_size, allocator.num_lanes, events)
+        self._tree = self._new_tree(events)
         self._events = events
         self._is_cached = bytearray(allocator.total_pages + 1)  # by page: 1 where it is the tree's
         self._last_eviction = (0, 0)  # pages asked for, pages evicted
+
+    def _new_tree(self, events: EventLog | None) -> RadixTree:
+        return RadixTree(self.page_size, self._allocator.num_lanes, events)
 
     @property
     def total_pages(self) -> int:
@@ -212,7 +221,8 @@ class PrefixCache:
             raise AssertionError("the tree holds a page that is free")
         if self._events is not None:
             hashes = [page for node in self._tree.nodes() for page in node.hashes]
-            if len(hashes) != len(pages) or self._events.held() != set(hashes):
+            num_keys = sum(len(node.keys) for node in self._tree.nodes())
+            if len(hashes) != num_keys or self._events.held() != set(hashes):
                 raise AssertionError("the event log does not know exactly what the tree holds")
 
     def _evict_lanes(self, missing: list[int]) -> None:

@@ -6,12 +6,13 @@ frees no page: it hands the pages of what it drops to its caller.
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from kvcache.allocator import count_lanes
 from kvcache.events import EventLog, chain_hashes, token_bytes
+from kvcache.radix_node import LeafHeap, Node
+
+__all__ = ["Node", "PageKeys", "RadixTree"]
 
 _FIRST_RUN = 8  # pages encoded at first; runs then double
 
@@ -42,57 +43,14 @@ class PageKeys:
         self._keys += [data[i : i + width] for i in range(0, len(data), width)]
 
 
-class Node:
-    """A span of pages below its parent's. Everything that belongs to the span lies here and is cut
-    at the same page border by `RadixTree._split`.
-
-    `locks` counts the holders of this node or of one below it, so a parent is locked at least as
-    often as its children together. `tick` is that of the last walk over the node; a parent's is
-    never older than its child's. `hits` counts the matches that went over the node.
-    """
-
-    __slots__ = (
-        "children",
-        "hashes",
-        "hits",
-        "in_heap",
-        "keys",
-        "lanes",
-        "locks",
-        "pages",
-        "parent",
-        "serial",
-        "tick",
-    )
-
-    def __init__(
-        self,
-        parent: Node | None,
-        keys: list[bytes],
-        pages: list[int],
-        hashes: list[bytes],
-        lanes: list[int],
-        serial: int,
-    ) -> None:
-        self.parent = parent  # None: the root, or dropped from the tree
-        self.children: dict[bytes, Node] = {}  # by the child's first key
-        self.keys = keys  # [num_pages]
-        self.pages = pages  # [num_pages] logical
-        self.hashes = hashes  # [num_pages]; empty where nobody is told
-        self.lanes = lanes  # [num_lanes] pages of this node in each lane
-        self.locks = 0
-        self.hits = 0
-        self.tick = 0
-        self.serial = serial  # order of creation: breaks ties, the same in every run
-        self.in_heap = False
-
-
 class RadixTree:
     """Page-granular prefixes with locks and least-recently-used leaves.
 
-    Unlocked leaves wait in a heap by tick. A node has at most one entry there, which is put right
-    when it comes up (touched since, locked or no leaf any more), so no operation scans the tree.
-    Where there is a log of events, every page has a hash, and what comes and goes is told to it.
+    Unlocked leaves wait in a heap by tick, so no operation scans the tree. Where there is a log of
+    events, every page has a hash, and what comes and goes is told to it.
+
+    This class moves pages of the device tier only. It keeps what nodes have in the host tier and
+    stops its walks there: kvcache.tiered_tree goes on.
     """
 
     def __init__(self, page_size: int, num_lanes: int = 1, events: EventLog | None = None) -> None:
@@ -103,7 +61,7 @@ class RadixTree:
         self.evictable = [0] * num_lanes  # pages in unlocked nodes, by lane
         self._clock = 0
         self._next_serial = 0
-        self._heap: list[tuple[int, int, Node]] = []  # (tick, serial, node)
+        self._leaves = LeafHeap(self._is_leaf)
         self._events = events
         # The root's hash stands before the first page's, as a parent's last one does elsewhere.
         self.root = self._new_node(None, [], [], [events.root] if events else [])
@@ -116,10 +74,10 @@ class RadixTree:
         while len(pages) < keys.num_pages:
             done = len(pages)
             child = node.children.get(keys.slice(done, done + 1)[0])
-            if child is None:
+            if child is None or not child.pages:
                 break
             num_same = self._num_same_pages(child, keys, done)
-            node = child if num_same == len(child.pages) else self._split(child, num_same)
+            node = child if num_same == len(child.keys) else self._split(child, num_same)
             pages += node.pages
         self._touch(node)
         return node, pages
@@ -132,6 +90,7 @@ class RadixTree:
             self._events.store(hashes)
         node = self._new_node(parent, keys, pages, hashes)
         parent.children[keys[0]] = node
+        parent.num_resident += 1
         self.num_nodes += 1
         self.num_pages += len(pages)
         self._add_evictable(node, 1)
@@ -160,24 +119,12 @@ class RadixTree:
 
     def oldest_leaf(self) -> Node | None:
         """The unlocked leaf that was used least recently; None where all is locked or empty."""
-        while self._heap:
-            tick, _, node = self._heap[0]
-            if node.locks or node.children or node.parent is None:
-                heapq.heappop(self._heap)
-                node.in_heap = False
-            elif tick != node.tick:
-                heapq.heapreplace(self._heap, (node.tick, node.serial, node))
-            else:
-                return node
-        return None
+        return self._leaves.oldest()
 
     def trim(self, leaf: Node, num_pages: int) -> list[int]:
         """Cut the last `num_pages` pages off an unlocked leaf and return them; the leaf is dropped
         when none is left."""
-        if leaf.parent is None or leaf.locks or leaf.children:
-            raise RuntimeError("only an unlocked leaf can be trimmed")
-        if not 0 < num_pages <= len(leaf.pages):
-            raise ValueError(f"num_pages must be in [1, {len(leaf.pages)}], got {num_pages}")
+        self._check_trim(self._is_leaf(leaf), leaf, num_pages)
         first_key = leaf.keys[0]
         pages = leaf.pages[-num_pages:]
         del leaf.pages[-num_pages:]
@@ -191,7 +138,9 @@ class RadixTree:
             self.evictable[lane] -= count
         if not leaf.pages:
             parent, leaf.parent = leaf.parent, None
+            assert parent is not None
             del parent.children[first_key]
+            parent.num_resident -= 1
             self.num_nodes -= 1
             self._offer(parent)
         return pages
@@ -216,13 +165,10 @@ class RadixTree:
         """AssertionError unless spans, links, locks, ticks, counts and heap agree. O(tree)."""
         evictable = [0] * self.num_lanes
         num_nodes = num_pages = 0
-        in_heap = Counter(node.serial for _, _, node in self._heap)
         for node in self.nodes():
             num_nodes += 1
             num_pages += len(node.pages)
             faults = self._faults(node)
-            if in_heap[node.serial] != node.in_heap:
-                faults.append("heap entries")
             if faults:
                 raise AssertionError(f"node {node.serial} with pages {node.pages}: {faults}")
             if not node.locks:
@@ -231,6 +177,7 @@ class RadixTree:
         counted = (self.num_nodes, self.num_pages, self.evictable)
         if found != counted:
             raise AssertionError(f"(nodes, pages, evictable) is {found}, counted {counted}")
+        self._leaves.check(self.nodes())
 
     def _faults(self, node: Node) -> list[str]:
         parent = node.parent
@@ -239,12 +186,16 @@ class RadixTree:
             hashes = chain_hashes(parent.hashes[-1], node.keys)
         wrong = {
             "parent link": parent is None or parent.children.get(node.keys[0]) is not node,
-            "span": not node.pages or len(node.keys) != len(node.pages),
+            "span": not (node.pages or node.host_pages)
+            or any(len(p) not in (0, len(node.keys)) for p in (node.pages, node.host_pages)),
+            "residency": bool(node.pages and parent and parent.parent and not parent.pages),
+            "resident children": node.num_resident
+            != sum(bool(child.pages) for child in node.children.values()),
             "hashes": node.hashes != hashes,
-            "lanes": node.lanes != count_lanes(node.pages, self.num_lanes),
+            "lanes": node.lanes != count_lanes(node.pages, self.num_lanes)
+            or node.host_lanes != count_lanes(node.host_pages, self.num_lanes),
             "locks": node.locks < sum(child.locks for child in node.children.values()),
             "tick": parent is not None and parent.tick < node.tick,
-            "not offered": not (node.locks or node.children or node.in_heap),
         }
         return [name for name, is_wrong in wrong.items() if is_wrong]
 
@@ -269,13 +220,18 @@ class RadixTree:
         upper = self._new_node(
             parent, node.keys[:num_pages], node.pages[:num_pages], node.hashes[:num_pages]
         )
+        upper.host_pages = node.host_pages[:num_pages]
+        upper.host_lanes = count_lanes(upper.host_pages, self.num_lanes)
+        upper.num_resident = int(bool(node.pages))
         upper.locks, upper.hits, upper.tick = node.locks, node.hits, node.tick
         parent.children[upper.keys[0]] = upper
         node.parent = upper
         del node.keys[:num_pages]
         del node.pages[:num_pages]
+        del node.host_pages[:num_pages]
         del node.hashes[:num_pages]
         node.lanes = [a - b for a, b in zip(node.lanes, upper.lanes, strict=True)]
+        node.host_lanes = [a - b for a, b in zip(node.host_lanes, upper.host_lanes, strict=True)]
         upper.children[node.keys[0]] = node
         self.num_nodes += 1
         return upper
@@ -293,11 +249,20 @@ class RadixTree:
         for step in self.path(node):
             step.tick = self._clock
 
+    def _is_leaf(self, node: Node) -> bool:
+        """It may leave the device tier now."""
+        return bool(node.pages and node.parent) and not (node.locks or node.num_resident)
+
     def _offer(self, node: Node) -> None:
-        """Enter `node` in the heap where it can be evicted now."""
-        if not (node.in_heap or node.locks or node.children or node is self.root):
-            node.in_heap = True
-            heapq.heappush(self._heap, (node.tick, node.serial, node))
+        """Enter `node` where it can be evicted now."""
+        self._leaves.offer(node)
+
+    @staticmethod
+    def _check_trim(is_leaf: bool, leaf: Node, num_pages: int) -> None:
+        if not is_leaf:
+            raise RuntimeError("only an unlocked leaf can be trimmed")
+        if not 0 < num_pages <= len(leaf.keys):
+            raise ValueError(f"num_pages must be in [1, {len(leaf.keys)}], got {num_pages}")
 
     def _add_evictable(self, node: Node, sign: int) -> None:
         for lane, count in enumerate(node.lanes):
