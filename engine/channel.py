@@ -1,8 +1,7 @@
-"""Typed ZeroMQ sockets: between front ends and workers, between workers, between a group's ranks.
+"""Typed ZeroMQ sockets between front ends and workers, and between workers.
 
-Owns framing, limits, encryption and the counting of malformed messages. Knows no request state. A
-worker binds a ROUTER; front ends and decode workers dial it, with a DEALER for each worker. A
-group's leader has a one-way pipe to each other rank and one that all of them report into.
+Owns connections, encryption and the counting of malformed messages. Knows no request state. A
+worker binds a ROUTER; front ends and decode workers dial it, with a DEALER for each worker.
 """
 
 from __future__ import annotations
@@ -12,63 +11,25 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias
 
-import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from engine.cluster_key import ClusterKey, admit_only
-from engine.messages import (
-    Alive,
-    PeerKind,
-    Register,
-    ToDialer,
-    ToLeader,
-    ToRank,
-    ToWorker,
-)
+from engine.frames import Codec, Context, Socket, open_socket
+from engine.messages import Alive, PeerKind, Register, ToDialer, ToWorker
 
 log = logging.getLogger("plait.channel")
 
-MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 ALIVE_S = 1.0
 _RECONNECT_MS = 100
-_MANY_REFUSALS = 3
 _RECONNECT_MAX_MS = 2000
-# zmq_socket_monitor(3): what a dialled socket tells of its connection.
+_MANY_REFUSALS = 3
+# zmq_socket_monitor(3): what a socket tells of its connections.
 _EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _REFUSED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-
-T = TypeVar("T")
-_Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
-_Socket: TypeAlias = "zmq.Socket[bytes]"
-
-
-class _Codec(Generic[T]):
-    def __init__(self, union: object) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
-
-    def encode(self, message: object) -> bytes:
-        return self._encoder.encode(message)
-
-    def decode(self, frame: bytes) -> T | None:
-        """The message, or None when the frame is not one of ours."""
-        try:
-            return self._decoder.decode(frame)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
-
-
-def _open(context: _Context, kind: int) -> _Socket:
-    sock = context.socket(kind)
-    sock.setsockopt(zmq.LINGER, 1000)  # ms
-    sock.setsockopt(zmq.SNDHWM, 0)
-    sock.setsockopt(zmq.RCVHWM, 0)
-    sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    return sock
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,29 +60,31 @@ class Channel:
         self.name = name or uuid.uuid4().hex
         self._kind = kind
         self._key = key
-        self._context: _Context = zmq.Context()
+        self._context: Context = zmq.Context()
         self._auth = admit_only(self._context, key) if bind is not None and key else None
         self._poller = zmq.Poller()
-        self._asked: _Codec[ToWorker] = _Codec(ToWorker)
-        self._answered: _Codec[ToDialer] = _Codec(ToDialer)
+        self._asked: Codec[ToWorker] = Codec(ToWorker)
+        self._answered: Codec[ToDialer] = Codec(ToDialer)
         self._dialled: dict[str, _Dialled] = {}
         self._inbox = f"inproc://outbox-{id(self)}"
-        self._outbox_in = _open(self._context, zmq.PULL)
+        self._outbox_in = open_socket(self._context, zmq.PULL)
         self._outbox_in.bind(self._inbox)
-        self._outbox_out = _open(self._context, zmq.PUSH)
+        self._outbox_out = open_socket(self._context, zmq.PUSH)
         self._outbox_out.connect(self._inbox)
         self._outbox_lock = threading.Lock()
         self._poller.register(self._outbox_in, zmq.POLLIN)
-        self._bound: _Socket | None = None
+        self._bound: Socket | None = None
+        self._door: Socket | None = None  # monitor of the bound socket
+        self.num_malformed = 0
+        self.num_refused = 0  # connections that failed at the handshake, as with another key
         self.address = ""  # where peers reach this process, where it is bound
         if bind is not None:
             self._bind(bind)
-        self.num_malformed = 0
         self._alive_at = 0.0
         self._complained: set[str] = set()
 
     def _bind(self, address: str) -> None:
-        self._bound = _open(self._context, zmq.ROUTER)
+        self._bound = open_socket(self._context, zmq.ROUTER)
         if self._key is not None:
             self._bound.curve_server = True
             self._bound.curve_secretkey = self._key.secret
@@ -135,12 +98,15 @@ class Channel:
                 "this machine that is free"
             ) from error
         self.address = self._bound.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._door = self._bound.get_monitor_socket(_REFUSED)
         self._poller.register(self._bound, zmq.POLLIN)
+        self._poller.register(self._door, zmq.POLLIN)
 
     # -- peers that this process dials
 
     def dial(self, address: str) -> None:
-        """Connect, and stay connected, to the worker at `address`; nothing where it is done."""
+        """Connect, and stay connected, to the worker at `address`; nothing where it is done.
+        Raises OSError where that is no address."""
         if address not in self._dialled:
             self._redial(address)
 
@@ -157,10 +123,10 @@ class Channel:
             if dialled.is_up:
                 dialled.sock.send(frame)
 
-    def _redial(self, address: str) -> None:
+    def _redial(self, address: str, num_refusals: int = 0) -> None:
         """A new socket, so that nothing meant for the peer before it reaches the next."""
         self.hang_up(address)
-        sock = _open(self._context, zmq.DEALER)
+        sock = open_socket(self._context, zmq.DEALER)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
@@ -174,12 +140,13 @@ class Channel:
             sock.connect(address)
         except zmq.ZMQError as error:
             sock.disable_monitor()
+            monitor.close()
             sock.close()
             raise OSError(
                 f"cannot dial {address}: {error}; expected ipc:///path or tcp://host:port"
             ) from error
         sock.send(self._asked.encode(Register(kind=self._kind, name=self.name)))
-        self._dialled[address] = _Dialled(sock, monitor)
+        self._dialled[address] = _Dialled(sock, monitor, num_refusals)
         self._poller.register(sock, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
 
@@ -189,7 +156,7 @@ class Channel:
         """To a dialled address or to the identity of one that dialled. Dropped where it is gone."""
         dialled = self._dialled.get(peer)
         if dialled is not None:
-            dialled.sock.send(self._asked.encode(message), copy=False)
+            dialled.send(self._asked.encode(message))
         elif self._bound is not None:
             frame = self._answered.encode(message)
             self._bound.send_multipart([peer.encode(), frame], copy=False)
@@ -201,7 +168,7 @@ class Channel:
             self._outbox_out.send_multipart([peer.encode(), codec.encode(message)])
 
     def post_dial(self, address: str) -> None:
-        """`dial` from any thread."""
+        """`dial` from any thread; what is no address is logged."""
         with self._outbox_lock:
             self._outbox_out.send_multipart([address.encode(), b""])
 
@@ -226,7 +193,12 @@ class Channel:
         received: list[tuple[str, Event]] = []
         if self._bound is not None and self._bound in ready:
             self._drain_bound(self._bound, received)
+        if self._door is not None and self._door in ready:
+            self._count_refused(self._door)
         for address, dialled in list(self._dialled.items()):
+            if dialled.again_at is not None:
+                self._retry(address, dialled, dialled.again_at, received)
+                continue
             if dialled.sock in ready:
                 self._drain_dialled(address, dialled.sock, received)
             if dialled.monitor in ready:
@@ -245,13 +217,16 @@ class Channel:
             if len(frames) == 1:
                 self.hang_up(peer)
             elif not frames[1]:
-                self.dial(peer)
+                try:
+                    self.dial(peer)
+                except OSError as error:
+                    log.error("%s", error)
             elif peer in self._dialled:
-                self._dialled[peer].sock.send(frames[1])
+                self._dialled[peer].send(frames[1])
             elif self._bound is not None:
                 self._bound.send_multipart(frames)
 
-    def _drain_bound(self, bound: _Socket, received: list[tuple[str, Event]]) -> None:
+    def _drain_bound(self, bound: Socket, received: list[tuple[str, Event]]) -> None:
         while True:
             try:
                 frames = bound.recv_multipart(zmq.NOBLOCK)
@@ -264,9 +239,7 @@ class Channel:
             else:
                 received.append((peer, message))
 
-    def _drain_dialled(
-        self, address: str, sock: _Socket, received: list[tuple[str, Event]]
-    ) -> None:
+    def _drain_dialled(self, address: str, sock: Socket, received: list[tuple[str, Event]]) -> None:
         while True:
             try:
                 frames = sock.recv_multipart(zmq.NOBLOCK)
@@ -282,7 +255,7 @@ class Channel:
         self.num_malformed += 1
         if peer not in self._complained and len(self._complained) < 1000:
             self._complained.add(peer)
-            log.warning("a message of %s is none of ours and was dropped; more are counted", peer)
+            log.warning("a message of %r is none of ours and was dropped; more are counted", peer)
 
     def _look(self, address: str, dialled: _Dialled, received: list[tuple[str, Event]]) -> None:
         event = recv_monitor_message(dialled.monitor, zmq.NOBLOCK)["event"]
@@ -293,7 +266,11 @@ class Channel:
             self._redial(address)
             received.append((address, Disconnected()))
             return
-        dialled.num_refusals += 1  # it is tried again, ever more slowly
+        # libzmq itself would try again too often or, after some failures, never.
+        dialled.close(self._poller)
+        wait_ms = min(_RECONNECT_MS << min(dialled.num_refusals, 8), _RECONNECT_MAX_MS)
+        dialled.again_at = time.monotonic() + wait_ms / 1000
+        dialled.num_refusals += 1
         if dialled.num_refusals == _MANY_REFUSALS:
             log.error(
                 "%s refuses connections: is that a plait worker with %s cluster key?",
@@ -301,9 +278,38 @@ class Channel:
                 "the same" if self._key is not None else "no",
             )
 
+    def _retry(
+        self,
+        address: str,
+        dialled: _Dialled,
+        again_at: float,
+        received: list[tuple[str, Event]],
+    ) -> None:
+        """Dial anew, once it is time, one that refused."""
+        if dialled.has_sent:
+            dialled.has_sent = False
+            received.append((address, Disconnected()))
+        if time.monotonic() >= again_at:
+            self._redial(address, dialled.num_refusals)
+
+    def _count_refused(self, door: Socket) -> None:
+        while door.poll(0):
+            recv_monitor_message(door, zmq.NOBLOCK)
+            self.num_refused += 1
+            if self.num_refused == 1:
+                log.warning(
+                    "a connection to %s failed at its handshake: a peer with %s, or none of ours; "
+                    "more are counted",
+                    self.address,
+                    "another cluster key or none" if self._key is not None else "a cluster key",
+                )
+
     def close(self) -> None:
         for address in list(self._dialled):
             self.hang_up(address)
+        if self._bound is not None and self._door is not None:
+            self._bound.disable_monitor()
+            self._door.close()
         for sock in (self._bound, self._outbox_in, self._outbox_out):
             if sock is not None:
                 sock.close()
@@ -314,61 +320,24 @@ class Channel:
 
 @dataclass(slots=True)
 class _Dialled:
-    sock: _Socket
-    monitor: _Socket
+    sock: Socket
+    monitor: Socket
+    num_refusals: int  # in a row
     is_up: bool = False
-    num_refusals: int = 0
+    has_sent: bool = False  # more than who dials
+    again_at: float | None = None  # it refused: closed until then
+
+    def send(self, frame: bytes) -> None:
+        """Lost where the connection is: then a Disconnected follows."""
+        self.has_sent = True
+        if self.again_at is None:
+            self.sock.send(frame, copy=False)
 
     def close(self, poller: zmq.Poller) -> None:
+        if self.again_at is not None:
+            return
         poller.unregister(self.sock)
         poller.unregister(self.monitor)
         self.sock.disable_monitor()
         self.monitor.close()
         self.sock.close()
-
-
-class Pipe(Generic[T]):
-    """One end of a one-way pipe of messages of one union. `receive` belongs to one thread."""
-
-    def __init__(self, union: object, address: str, kind: int, *, binds: bool) -> None:
-        self._context: _Context = zmq.Context()
-        self._sock = _open(self._context, kind)
-        self._codec: _Codec[T] = _Codec(union)
-        self._lock = threading.Lock()
-        if binds:
-            self._sock.bind(address)
-        else:
-            self._sock.connect(address)
-        self.num_malformed = 0
-
-    def encode(self, message: T) -> bytes:
-        return self._codec.encode(message)
-
-    def send(self, message: T | bytes) -> None:
-        """A message, or one that `encode` gave. From any thread."""
-        frame = message if isinstance(message, bytes) else self._codec.encode(message)
-        with self._lock:
-            self._sock.send(frame)
-
-    def receive(self, timeout_s: float) -> T | None:
-        """The next message; None when none came in time."""
-        if not self._sock.poll(int(timeout_s * 1000)):
-            return None
-        message = self._codec.decode(self._sock.recv())
-        if message is None:
-            self.num_malformed += 1
-        return message
-
-    def close(self) -> None:
-        self._sock.close()
-        self._context.term()
-
-
-def plans_pipe(address: str, *, is_leader: bool) -> Pipe[ToRank]:
-    """Leader to one rank; the leader binds and sends."""
-    return Pipe(ToRank, address, zmq.PUSH if is_leader else zmq.PULL, binds=is_leader)
-
-
-def reports_pipe(address: str, *, is_leader: bool) -> Pipe[ToLeader]:
-    """All ranks to the leader, which binds and receives."""
-    return Pipe(ToLeader, address, zmq.PULL if is_leader else zmq.PUSH, binds=is_leader)

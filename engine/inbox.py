@@ -103,6 +103,10 @@ class Inbox:
                 self._refuse("duplicate_room", f"room {route.room} was submitted twice")
                 self._hand_back(peer, request.rid, message.attempt, "the room is in use")
                 return
+            if "://" not in route.prefill_address:
+                self._refuse("address", f"{route.prefill_address!r} is no control address")
+                self._hand_back(peer, request.rid, message.attempt, "the route has no address")
+                return
             incoming = Incoming(route.room, route.prefill_address, peer.name)
         self.send(
             self._scheduler.submit(request, message.output_ids, message.attempt, incoming=incoming)
@@ -224,21 +228,30 @@ class Inbox:
 
     def send_notes(self) -> None:
         """What the scheduler wants said."""
-        notes = self._scheduler.notes
+        notes = list(self._scheduler.notes)
+        self._scheduler.notes.clear()
         for note in notes:
             if isinstance(note.message, HandBack):
                 peer = self._peers.named(self._owners.get(note.message.rid, ""))
                 to = peer.identity if peer is not None else None
             elif "://" in note.to:
-                self._channel.dial(note.to)
-                self._upstreams.asked(note.to)
-                to = note.to
+                to = self._dial(note.to)
             else:
                 peer = self._peers.named(note.to)
                 to = peer.identity if peer is not None else None
             if to is not None:
                 self._channel.send(to, note.message)
-        notes.clear()
+
+    def _dial(self, address: str) -> str | None:
+        """The address, where it is one."""
+        try:
+            self._channel.dial(address)
+        except OSError as error:
+            self._refuse("address", str(error))
+            self._scheduler.lose_prefill(address)  # its notes are sent the next time
+            return None
+        self._upstreams.asked(address)
+        return address
 
     def tell_frontends(self, message: ToDialer) -> None:
         for peer in self._peers.of_kind("frontend"):

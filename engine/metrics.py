@@ -23,6 +23,8 @@ _EVENTS = (
     "handoffs_failed",
 )
 _REASONS = (
+    "address",
+    "connection",
     "unregistered",
     "duplicate_room",
     "unknown_room",
@@ -67,7 +69,7 @@ class WorkerMetrics:
         )
         malformed.add_metric([], num_malformed)
         senseless = CounterMetricFamily(
-            "plait_refused_messages", "Messages to the worker that made no sense", labels=["reason"]
+            "plait_refused_messages", "What the worker did not let in or follow", labels=["reason"]
         )
         for reason in _REASONS:
             senseless.add_metric([reason], refused.get(reason, 0))

@@ -162,7 +162,7 @@ class Worker:
         families = self._metrics.families(
             self._engine,
             num_malformed=self._channel.num_malformed,
-            refused=self._inbox.refused,
+            refused={**self._inbox.refused, "connection": self._channel.num_refused},
         )
         self._inbox.tell_frontends(Heartbeat(load=load, metrics=families))
         self._inbox.tell_workers(Alive())

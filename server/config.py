@@ -111,6 +111,10 @@ def _split_commas(value: object) -> object:
 
 # NoDecode: an environment variable holds a comma list, not JSON
 Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
+ADDRESS = r"^(tcp://.+:\d+|ipc:///.+)$"
+Addresses = Annotated[
+    tuple[Annotated[str, Field(pattern=ADDRESS)], ...], NoDecode, BeforeValidator(_split_commas)
+]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_commas)]
 
 
@@ -177,18 +181,19 @@ class ServeConfig(BaseSettings):
     router_policy: RouterPolicy = _option(
         "fleet", "prefix", "how requests are given to workers: see docs/routing.md"
     )
-    workers: Strings = _option(
+    workers: Addresses = _option(
         "cluster",
         (),
         "control addresses of the workers; repeat it or give a comma list, as"
         " tcp://10.0.0.7:7000,tcp://10.0.0.8:7000",
+        "tcp://HOST:PORT or ipc:///PATH",
     )
     listen: str | None = _option(
         "cluster",
         None,
         "control address to listen on, such as tcp://10.0.0.7:7000 (default: tcp://127.0.0.1:7000)",
         "tcp://HOST:PORT or ipc:///PATH",
-        pattern=r"^(tcp://.+:\d+|ipc:///.+)$",
+        pattern=ADDRESS,
     )
     transfer_host: str = _option(
         "cluster",

@@ -21,7 +21,7 @@ class StatusError(Exception):
 
 
 def main(url: str, api_key: str | None, *, as_json: bool) -> int:
-    """Ask and print; `url` may end in /v1, and without `api_key` OPENAI_API_KEY counts. Exit code 0,
+    """Ask and print. `url` may end in /v1; without `api_key` OPENAI_API_KEY counts. Exit code 0,
     or 1 where there is no such answer."""
     try:
         body = _ask(url, api_key or os.environ.get("OPENAI_API_KEY"))

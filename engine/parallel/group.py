@@ -22,7 +22,6 @@ from typing import NoReturn
 
 import msgspec
 
-from engine.channel import Pipe, plans_pipe, reports_pipe
 from engine.config import RankConfig, WorkerConfig
 from engine.handoff.room import RoomReport
 from engine.messages import (
@@ -36,6 +35,7 @@ from engine.messages import (
     ToLeader,
     ToRank,
 )
+from engine.pipe import Pipe, plans_pipe, reports_pipe
 from engine.plan import StepPlan
 from engine.process import BAD_OPTIONS
 

@@ -12,9 +12,9 @@ import threading
 
 import msgspec
 
-from engine.channel import plans_pipe, reports_pipe
 from engine.config import RankConfig
 from engine.messages import RankBeat, RankFailed, RankReady, RunStep, Setup, StepDone, Stop
+from engine.pipe import plans_pipe, reports_pipe
 from engine.process import BAD_OPTIONS, die_with_parent, set_title
 
 log = logging.getLogger("plait.rank")
