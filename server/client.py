@@ -271,7 +271,8 @@ class EngineClient:
             return
         live.generation.push(delta)
         if delta.finish_reason is not None:
-            if live.answer.ended_early:
+            # The end of an earlier attempt may come while the next has begun.
+            if live.answer.ended_early or live.answer.attempt:
                 self._post_abort(live)
             self.metrics.e2e.observe(received_at - live.submitted_at)
             self._forget(live, delta.finish_reason)
@@ -344,9 +345,10 @@ class EngineClient:
 
     def _replay(self, live: Live, reason: str) -> None:
         """Go on elsewhere after the tokens so far; bounded where none comes in between."""
-        self._post_abort(live)
-        self._release(live)
+        # In this order: the answer to the abort is already one of an old attempt.
         live.answer.attempt += 1
+        self._post_abort(live, live.answer.attempt - 1)
+        self._release(live)
         num_known = len(live.answer.token_ids)
         if num_known > live.num_known:
             live.num_known, live.num_replays = num_known, 0
@@ -373,10 +375,11 @@ class EngineClient:
         self._forget(live, "error")
         live.generation.fail(error)
 
-    def _post_abort(self, live: Live) -> None:
+    def _post_abort(self, live: Live, attempt: int | None = None) -> None:
+        """Of this attempt and those before it; None: the present one."""
+        abort = Abort(live.request.rid, live.answer.attempt if attempt is None else attempt)
         for worker in live.workers:
             if self.fleet.at(worker.address) is worker:
-                abort = Abort(live.request.rid, live.answer.attempt)
                 self._channel.post(worker.address, abort)
 
     def _release(self, live: Live) -> None:

@@ -48,8 +48,11 @@ class Stream:
         self.status = response.status_code
         self.lines = [line for line in response.text.split("\n\n") if line]
 
-    def values(self) -> list[Any]:
+    def join(self) -> None:
         self._thread.join()
+
+    def values(self) -> list[Any]:
+        self.join()
         assert self.lines[-1] == "data: [DONE]"
         return [json.loads(line[6:]) for line in self.lines[:-1]]
 

@@ -124,6 +124,10 @@ class ScriptedWorker:
             if kind == "frontend":
                 self._channel.post(identity, message)
 
+    def say_outputs(self, outs: list[TokenOut]) -> None:
+        """As they are, whatever their attempt."""
+        self.say(Outputs(outs))
+
     def hand_back(self, submit: Submit, reason: str, *, is_overloaded: bool = False) -> None:
         """Refuse what it was given, as a worker that cannot go on."""
         self.say(
