@@ -26,6 +26,7 @@ from engine.messages import (
     ToDialer,
 )
 from engine.peers import Peer, Peers, Upstreams
+from engine.stopwatch import Stopwatch
 from engine.types import TokenOut
 from kvcache.events import KVEvents
 from kvcache.transfer.record import mismatch
@@ -40,11 +41,14 @@ _MAX_WAITING = 4096  # requests; more are handed back
 class Inbox:
     """`refused` counts, by reason, the messages that were well-formed and made no sense."""
 
-    def __init__(self, channel: Channel, engine: Engine, hello: Hello) -> None:
+    def __init__(
+        self, channel: Channel, engine: Engine, hello: Hello, stopwatch: Stopwatch | None = None
+    ) -> None:
         self._channel = channel
         self._engine = engine
         self._scheduler = engine.scheduler
         self._hello = hello
+        self._stopwatch = Stopwatch() if stopwatch is None else stopwatch
         self._peers = Peers()
         self._upstreams = Upstreams()
         self._owners: dict[str, str] = {}  # rid -> the front end's name
@@ -107,7 +111,8 @@ class Inbox:
                 self._refuse("address", f"{route.prefill_address!r} is no control address")
                 self._hand_back(peer, request.rid, message.attempt, "the route has no address")
                 return
-            incoming = Incoming(route.room, route.prefill_address, peer.name)
+            incoming = Incoming(route.room, route.prefill_address, peer.name, message.traceparent)
+        self._stopwatch.begin(message)
         self.send(
             self._scheduler.submit(request, message.output_ids, message.attempt, incoming=incoming)
         )
@@ -128,6 +133,7 @@ class Inbox:
             reservation=message.reservation,
             num_pushed=message.reservation.first_position,
         )
+        self._stopwatch.begin(message)
         outs = self._scheduler.submit(
             message.request, message.output_ids, message.attempt, outgoing=outgoing
         )
@@ -171,6 +177,8 @@ class Inbox:
         is_new = self._upstreams.heard(
             address, message.instance_id if isinstance(message, Hello) else None
         )
+        if isinstance(message, Handoff | RoomClosed):
+            self._stopwatch.heard(message)
         match message:
             case Hello() if is_new:
                 self._scheduler.decode_side.replaced(address)
@@ -213,6 +221,7 @@ class Inbox:
         self._owners = {
             rid: owner for rid, owner in self._owners.items() if self._scheduler.knows(rid)
         }
+        self._stopwatch.forget(self._scheduler.knows)
 
     # -- what goes
 
@@ -220,6 +229,7 @@ class Inbox:
         """To the front ends that have the requests."""
         by_owner: dict[str, list[TokenOut]] = {}
         for out in outs:
+            self._stopwatch.told(out)
             by_owner.setdefault(self._owners.get(out.rid, ""), []).append(out)
         for owner, its in by_owner.items():
             peer = self._peers.named(owner)
@@ -228,9 +238,12 @@ class Inbox:
 
     def send_notes(self) -> None:
         """What the scheduler wants said."""
+        for req in self._scheduler.started:
+            self._stopwatch.started(req.rid, req.attempt)
         notes = list(self._scheduler.notes)
         self._scheduler.notes.clear()
         for note in notes:
+            self._stopwatch.sent(note.message)
             if isinstance(note.message, HandBack):
                 peer = self._peers.named(self._owners.get(note.message.rid, ""))
                 to = peer.identity if peer is not None else None

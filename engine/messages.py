@@ -43,6 +43,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     output_ids: list[int] = []
     attempt: int = 0  # how often the front end has submitted it before; comes back in TokenOut
     route: Route | None = None
+    traceparent: str = ""  # W3C Trace Context: the request's span; empty: it is not traced
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -67,6 +68,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
     output_ids: list[int]
     attempt: int
     reservation: Reservation
+    traceparent: str = ""
 
 
 class CloseRoom(msgspec.Struct, frozen=True, tag="close_room"):

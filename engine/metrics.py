@@ -9,10 +9,45 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from engine.engine import Engine
 from engine.plan import StepResult
-from engine.types import Load, MetricFamily, MetricSample
+from engine.stopwatch import HANDOFF_QUEUE, PREFILL, QUEUE, RESERVE_WAIT, TAIL, WAIT
+from engine.types import Load, MetricFamily, MetricSample, Role
 
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_STAGE_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    120,
+)
+_COMPUTES_PROMPTS = {
+    QUEUE: "From a request's arrival at the worker to its first step",
+    PREFILL: "From a request's first step to its first token",
+}
+_STAGES: dict[Role, dict[str, str]] = {
+    "colocated": _COMPUTES_PROMPTS,
+    "prefill": {
+        **_COMPUTES_PROMPTS,
+        HANDOFF_QUEUE: "From a decode worker's reservation to the request's first step",
+        TAIL: "From the first token until all ranks' pages are in the decode worker's memory",
+    },
+    "decode": {
+        RESERVE_WAIT: "From a request's arrival to the reservation of its pages",
+        WAIT: "From the reservation of a request's pages until all its KV is in them",
+    },
+}
 _EVENTS = (
     "admitted",
     "retracted",
@@ -35,7 +70,7 @@ _REASONS = (
 
 
 class WorkerMetrics:
-    def __init__(self) -> None:
+    def __init__(self, role: Role) -> None:
         self._registry = CollectorRegistry()
         self._step_seconds = Histogram(
             "plait_step_seconds",
@@ -50,11 +85,20 @@ class WorkerMetrics:
             buckets=_SIZE_BUCKETS,
             registry=self._registry,
         )
+        self._stages = {
+            name: Histogram(name, text, buckets=_STAGE_BUCKETS, registry=self._registry)
+            for name, text in _STAGES[role].items()
+        }
 
     def observe(self, result: StepResult, num_requests: int) -> None:
         for phase, seconds in result.seconds.items():
             self._step_seconds.labels(phase).observe(seconds)
         self._step_requests.observe(num_requests)
+
+    def observe_stage(self, family: str, seconds: float) -> None:
+        """A request is through a stage. Not for this role's families: ignored."""
+        if family in self._stages:
+            self._stages[family].observe(seconds)
 
     def families(
         self, engine: Engine, *, num_malformed: int, refused: Mapping[str, int]
@@ -162,6 +206,7 @@ def _from_handoffs(load: Load, engine: Engine) -> Iterator[Metric]:
         ("plait_handoff_pages_sent", "KV pages pushed to decode workers", side.pages_sent),
         ("plait_handoff_bytes_sent", "Bytes pushed to decode workers", side.bytes_sent),
         ("plait_handoff_write_seconds", "Time in which a push was running", side.seconds),
+        ("plait_handoff_write_failures", "Rooms whose pages could not be pushed", side.failures),
     ):
         family = CounterMetricFamily(name, text, labels=["rank"])
         for rank, value in enumerate(by_rank):

@@ -33,6 +33,8 @@ from engine.model.weights import WeightError
 from engine.peers import LOOK_S
 from engine.plan import StepPlan
 from engine.process import BAD_OPTIONS, die_with_parent, set_title
+from engine.stopwatch import Stopwatch
+from engine.tracing import NO_TRACER, Tracer, open_tracer
 from engine.types import Load, TokenOut
 from kvcache.transfer.base import TransferError, TransferUnavailableError
 
@@ -42,7 +44,13 @@ log = logging.getLogger("plait.worker")
 class Worker:
     """One engine, one channel, one inbox. `run` returns the exit code."""
 
-    def __init__(self, config: WorkerConfig, engine: Engine, channel: Channel) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        engine: Engine,
+        channel: Channel,
+        tracer: Tracer = NO_TRACER,
+    ) -> None:
         self._config = config
         self._engine = engine
         self._scheduler = engine.scheduler
@@ -50,8 +58,9 @@ class Worker:
         # Held by whoever uses the channel or the scheduler; released only while a step executes,
         # so that the heart beats during a long one.
         self._lock = threading.Lock()
-        self._metrics = WorkerMetrics()
-        self._inbox = Inbox(channel, engine, self._hello())
+        self._metrics = WorkerMetrics(config.role)
+        stopwatch = Stopwatch(self._metrics.observe_stage, tracer)
+        self._inbox = Inbox(channel, engine, self._hello(), stopwatch)
         self._drain_asked = threading.Event()
         self._drain_ends_s: float | None = None
         self._waits = False  # the last plan was empty: only a message or a report changes that
@@ -206,7 +215,8 @@ def main() -> int:
         log.error("%s", error)
         log.debug("where it was raised", exc_info=error)
         return BAD_OPTIONS
-    worker = Worker(config, engine, channel)
+    tracer = open_tracer(config.traces_url, service=f"plait-{config.role}", instance=channel.name)
+    worker = Worker(config, engine, channel, tracer)
 
     def on_term(signum: int, frame: FrameType | None) -> None:
         worker.drain()
@@ -214,7 +224,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, on_term)
     if config.parent_pid is None:
         signal.signal(signal.SIGINT, on_term)
-    return worker.run()
+    code = worker.run()
+    tracer.close()
+    return code
 
 
 if __name__ == "__main__":

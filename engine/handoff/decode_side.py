@@ -91,6 +91,7 @@ class DecodeSide:
             output_ids=req.token_ids[req.num_prompt :],
             attempt=req.attempt,
             reservation=reservation,
+            traceparent=incoming.traceparent,
         )
         self._notes.append(Note(message, to=incoming.prefill_address))
 

@@ -30,6 +30,7 @@ class PrefillSide:
         self.pages_sent = [0] * num_ranks
         self.bytes_sent = [0] * num_ranks
         self.seconds = [0.0] * num_ranks
+        self.failures = [0] * num_ranks  # rooms that a rank could not serve
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -102,6 +103,7 @@ class PrefillSide:
         self.pages_sent[report.rank] += report.num_pages
         self.bytes_sent[report.rank] += report.num_bytes
         self.seconds[report.rank] += report.seconds
+        self.failures[report.rank] += report.status == "failed"
         req = self._rooms.get(report.room)
         if req is None:
             return None

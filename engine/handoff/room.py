@@ -30,7 +30,8 @@ class RoomReport(msgspec.Struct, frozen=True, kw_only=True, tag="room"):
     """One from every rank for every room that was opened there, also when it owned no page.
 
     "done": all of the rank's bytes are in the decode worker's memory. "failed", "closed": no write
-    of the room is running any more and none will start.
+    of the room is running any more and none will start; but after "failed" bytes of a write that
+    was given up may arrive for kvcache.transfer.base.LATE_BYTES_S yet.
     """
 
     rank: int
@@ -63,3 +64,4 @@ class Incoming:
     room: str
     prefill_address: str
     frontend: str  # who wants the first token, by the name it registered with
+    traceparent: str = ""

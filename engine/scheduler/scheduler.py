@@ -50,6 +50,7 @@ class Scheduler:
         self._running = RunningSet(cache, page_size, max_running)
         self._admission = Admission(cache, page_size)
         self.notes: list[Note] = []  # to be sent and cleared by the owner
+        self.started: list[Req] = []  # by the last plan, some of them again
         self.prefill_side = PrefillSide(num_ranks, page_size, self._running, self.notes)
         self.decode_side = DecodeSide(cache, self._running, self.notes, destination)
         self._arrived: list[Req] = []  # handed over since the last step
@@ -194,6 +195,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step; None where there is nothing to do."""
+        self.started = []
         arrived, self._arrived = self._arrived, []
         extends, retracted = self._plan_decodes()
         starts = [self._start_of(req) for req in arrived if req.req_index >= 0]
@@ -273,6 +275,7 @@ class Scheduler:
     def _start(self, req: Req, starts: list[Start]) -> None:
         self._waiting.remove(req)
         self._running.add(req)
+        self.started.append(req)
         self.counts["admitted"] += 1
         self.counts["cached_tokens"] += req.num_computed
         starts.append(self._start_of(req))

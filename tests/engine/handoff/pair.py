@@ -4,7 +4,7 @@ everything of the two but sockets and processes."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from engine.messages import (
     ToDialer,
     ToWorker,
 )
+from engine.metrics import WorkerMetrics
+from engine.stopwatch import Stopwatch
+from engine.tracing import NO_TRACER, Tracer
 from engine.types import Request, SamplingParams, TokenOut
 
 PREFILL = "ipc://prefill"
@@ -69,7 +72,9 @@ class Node:
             page_size=capacity.page_size,
             total_pages=capacity.logical_pages,
         )
-        self.inbox = Inbox(wire, self.engine, hello)  # type: ignore[arg-type]
+        self.metrics = WorkerMetrics(config.role)
+        stopwatch = Stopwatch(self.metrics.observe_stage, pair.tracers.get(config.role, NO_TRACER))
+        self.inbox = Inbox(wire, self.engine, hello, stopwatch)  # type: ignore[arg-type]
         self.inbox.take(FRONT, Register(kind="frontend", name="front"))
         self.total_pages = capacity.logical_pages
         self.before_step: Callable[[], None] = lambda: None  # after reports, before a page changes
@@ -96,21 +101,29 @@ class Node:
 
 
 class Pair:
-    def __init__(self, folder: Path, *, prefill: Any = None, decode: Any = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        prefill: Any = None,
+        decode: Any = None,
+        tracers: Mapping[str, Tracer] | None = None,  # by role
+    ) -> None:
+        self.tracers = tracers or {}
         self.to_prefill: deque[Any] = deque()
         self.to_decode: deque[Any] = deque()
         self.outs: dict[str, list[TokenOut]] = {}
         self.hand_backs: list[Any] = []
         self.from_decode: set[str] = set()  # rids that the decode worker has said a token of
-        common = {"model": str(folder), "listen_address": "", "device": "cpu", "dtype": "float32"}
+        common = {"model": str(folder), "listen_address": "", "dtype": "float32"}
         self.prefill = Node(
             self,
-            WorkerConfig(role="prefill", **common, **(prefill or {})),  # type: ignore[arg-type]
+            WorkerConfig(role="prefill", **common, **{"device": "cpu", **(prefill or {})}),  # type: ignore[arg-type]
             Wire(self, False),
         )
         self.decode = Node(
             self,
-            WorkerConfig(role="decode", **common, **(decode or {})),  # type: ignore[arg-type]
+            WorkerConfig(role="decode", **common, **{"device": "cpu", **(decode or {})}),  # type: ignore[arg-type]
             Wire(self, True),
         )
         self.prefill.inbox.take(DECODE, Register(kind="worker", name="decode"))
@@ -129,13 +142,20 @@ class Pair:
             self.hand_backs.append(message)
 
     def submit(
-        self, rid: str, prompt: list[int], *, room: str = "", attempt: int = 0, **sampling: Any
+        self,
+        rid: str,
+        prompt: list[int],
+        *,
+        room: str = "",
+        attempt: int = 0,
+        traceparent: str = "",
+        **sampling: Any,
     ) -> None:
         sampling.setdefault("max_tokens", 12)
         output_ids = sampling.pop("output_ids", [])
         request = Request(rid=rid, token_ids=prompt, sampling=SamplingParams(**sampling))
         route = Route(room=room or f"room-{rid}-{attempt}", prefill_address=PREFILL)
-        self.decode.inbox.take(FRONT, Submit(request, output_ids, attempt, route))
+        self.decode.inbox.take(FRONT, Submit(request, output_ids, attempt, route, traceparent))
 
     def abort(self, rid: str, attempt: int = 0) -> None:
         for node in (self.prefill, self.decode):
