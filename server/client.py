@@ -11,10 +11,12 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 from engine.channel import Channel, Disconnected
 from engine.cluster_key import ClusterKey
 from engine.messages import Abort, Drain, Goodbye, HandBack, Heartbeat, Hello, Route, Submit
+from engine.tracing import NO_TRACER, Tracer
 from kvcache.events import page_hashes
 from server.answer import Answer, Delta
 from server.detokenizer import AnswerText, TokenBytes
@@ -43,7 +45,9 @@ class EngineClient:
         *,
         policy: str = "prefix",
         key: ClusterKey | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
+        self.tracer = tracer
         self.limits = limits or Limits()
         self.fleet = Fleet()
         self.addresses: dict[str, None] = {}  # where workers are, or should be
@@ -138,10 +142,11 @@ class EngineClient:
         submissions: Sequence[Submission],
         route: str,
         hashes: Sequence[Sequence[bytes]] = (),
+        traceparent: str = "",
     ) -> Generation:
         """Start all choices of one HTTP request. `route` is a label: a template, not a path;
-        `hashes` come from `hash_prompts`. Raises EngineError where the queue is full, or while
-        draining."""
+        `hashes` come from `hash_prompts`, `traceparent` from the client. Raises EngineError where
+        the queue is full, or while draining."""
         if self.is_draining:
             raise EngineError("unavailable", "the server is shutting down")
         num_tokens = sum(len(submission.request.token_ids) for submission in submissions)
@@ -157,7 +162,8 @@ class EngineClient:
                 skip_special_tokens=submission.skip_special_tokens,
                 continues=submission.continues,
             )
-            live = Live(request, Answer(submission.choice, text), generation, now)
+            span = self.tracer.start("request", traceparent)
+            live = Live(request, Answer(submission.choice, text), generation, now, span)
             live.hashes = hashes[i] if hashes else ()
             self._live[request.rid] = live
             self._answers[request.rid] = live.answer
@@ -246,7 +252,7 @@ class EngineClient:
             self.router.hints.mark(address)
         live = self._live.get(message.rid)
         if live is not None and live.answer.attempt == message.attempt:
-            self._replay(live, message.reason)
+            self._replay(live, message.reason, "handed_back")
 
     def _look(self) -> None:
         assert self._loop is not None
@@ -312,10 +318,13 @@ class EngineClient:
         live.first.live_tokens += live.live_tokens
         for worker in live.workers:
             worker.num_live += 1
+            self.metrics.router_choices.labels(worker.hello.role).inc()
         route = None
         if live.decode is not None:
             route = Route(room=secrets.token_hex(16), prefill_address=live.first.address)
-        submit = Submit(request, list(answer.token_ids), answer.attempt, route)
+        submit = Submit(
+            request, list(answer.token_ids), answer.attempt, route, live.span.traceparent
+        )
         self._channel.post((live.decode or live.first).address, submit)
 
     def _park(self, live: Live) -> None:
@@ -341,9 +350,9 @@ class EngineClient:
             len(lost),
         )
         for live in lost:
-            self._replay(live, f"its {worker.hello.role} worker {how}")
+            self._replay(live, f"its {worker.hello.role} worker {how}", "lost")
 
-    def _replay(self, live: Live, reason: str) -> None:
+    def _replay(self, live: Live, reason: str, kind: Literal["lost", "handed_back"]) -> None:
         """Go on elsewhere after the tokens so far; bounded where none comes in between."""
         # In this order: the answer to the abort is already one of an old attempt.
         live.answer.attempt += 1
@@ -357,7 +366,8 @@ class EngineClient:
             self._fail(live, EngineError("worker_lost", message))
             return
         live.num_replays += 1
-        self.metrics.replays.inc()
+        self.metrics.replays.labels(kind).inc()
+        live.span.event("replay", {"plait.reason": reason})
         if live.num_replays == 1 or self._loop is None:
             self._dispatch(live)
         else:
@@ -372,7 +382,7 @@ class EngineClient:
 
     def _fail(self, live: Live, error: EngineError) -> None:
         self._post_abort(live)
-        self._forget(live, "error")
+        self._forget(live, "error", str(error))
         live.generation.fail(error)
 
     def _post_abort(self, live: Live, attempt: int | None = None) -> None:
@@ -399,7 +409,7 @@ class EngineClient:
         self._parked.pop(live.request.rid, None)
         self.metrics.num_parked = len(self._parked)
 
-    def _forget(self, live: Live, how: str) -> None:
+    def _forget(self, live: Live, how: str, error: str = "") -> None:
         """The one clean-up path of every request."""
         rid = live.request.rid
         if self._live.pop(rid, None) is None:
@@ -410,6 +420,7 @@ class EngineClient:
         self._release(live)
         self._quota.give_back(len(live.request.token_ids))
         self.metrics.requests.labels(live.generation.route, how).inc()
+        live.end_span(how, error)
         if not self._live:
             self._idle.set()
 

@@ -27,6 +27,7 @@ from pydantic_settings import (
 )
 
 from engine.config import WorkerConfig
+from engine.tracing import traces_url
 from engine.types import Role
 
 ENV_PREFIX = "PLAIT_"
@@ -70,8 +71,11 @@ NOT_FOR: dict[str, tuple[str, ...]] = {
         "workers",
     ),
     "decode": (
+        "cp_stream_block_tokens",
         "decode_max_total_tokens",
+        "enable_nsa_prefill_cp_shared_kv",
         "max_replays",
+        "nsa_prefill_cp_mode",
         "prefill_max_total_tokens",
         "served_model_name",
         "workers",
@@ -82,6 +86,7 @@ NOT_FOR: dict[str, tuple[str, ...]] = {
         "decode_workers",
         "drain_timeout_s",
         "max_replays",
+        "otlp_endpoint",
         "prefill_groups",
         "prefill_max_total_tokens",
         "router_policy",
@@ -272,6 +277,14 @@ class ServeConfig(BaseSettings):
         allow_inf_nan=False,
     )
     log_level: LogLevel = _option("operation", "info", "least severe log line written")
+    otlp_endpoint: str | None = _option(
+        "operation",
+        None,
+        "OpenTelemetry collector that traces are sent to, as http://10.0.0.9:4318 (default: by"
+        " OTEL_EXPORTER_OTLP_ENDPOINT; without both nothing is traced)",
+        "http://HOST:PORT or https://HOST:PORT",
+        pattern=r"^https?://[^/\s]+",
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -288,6 +301,11 @@ class ServeConfig(BaseSettings):
             return self.served_model_name
         folder = Path(self.model).expanduser()
         return folder.resolve().name if folder.is_dir() else self.model
+
+    @property
+    def traces_url(self) -> str | None:
+        """Where spans are posted; None: nothing is traced."""
+        return traces_url(self.otlp_endpoint)
 
     def api_keys(self) -> tuple[str, ...]:
         """Every accepted key, of --api-key and --api-key-file; empty: no key is needed.
@@ -350,10 +368,14 @@ class ServeConfig(BaseSettings):
             hicache_storage_backend=self.hicache_storage_backend,
             transfer_protocol=self.transfer_protocol,
             transfer_host=self.transfer_host,
-            cluster_key_file=str(self.cluster_key_file) if self.cluster_key_file else None,
+            # Absolute: a worker runs in another folder.
+            cluster_key_file=str(self.cluster_key_file.expanduser().absolute())
+            if self.cluster_key_file
+            else None,
             hash_salt=salt,
             drain_timeout_s=self.drain_timeout_s,
             log_level=self.log_level,
+            traces_url=self.traces_url,
             parent_pid=parent_pid,
         )
 

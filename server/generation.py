@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.tracing import Attributes, Span
 from engine.types import Request
 from server.answer import Answer, Delta
 from server.fleet import Worker
@@ -53,6 +54,7 @@ class Live:
     answer: Answer
     generation: Generation
     submitted_at: float
+    span: Span  # `request`, of the trace
     hashes: Sequence[bytes] = ()  # of the prompt's whole pages
     first: Worker | None = None  # computes the prompt, or all of it; None once that is done
     decode: Worker | None = None  # goes on after the first token
@@ -68,6 +70,19 @@ class Live:
     def workers(self) -> list[Worker]:
         """Those that have something of it."""
         return [worker for worker in (self.first, self.decode) if worker is not None]
+
+    def end_span(self, how: str, error: str) -> None:
+        """The request has ended with this finish reason. Names of attributes are OpenTelemetry's
+        conventions for generative AI, where they have one."""
+        attributes: Attributes = {
+            "plait.rid": self.request.rid,
+            "plait.replays": self.answer.attempt,
+            "gen_ai.usage.input_tokens": len(self.request.token_ids),
+            "gen_ai.usage.output_tokens": len(self.answer.token_ids),
+            "gen_ai.response.finish_reasons": [how],
+            "http.route": self.generation.route,
+        }
+        self.span.end(attributes, error)
 
 
 class Generation:

@@ -27,6 +27,7 @@ from rich.console import Console
 from engine.cluster_key import ClusterKey, ClusterKeyError
 from engine.config import WorkerConfig
 from engine.process import set_title
+from engine.tracing import open_tracer
 from server import logs, model_source
 from server.app import create_app
 from server.client import EngineClient
@@ -146,6 +147,12 @@ class _Launch:
 
     async def run(self) -> int:
         config = self._config
+        tracer = open_tracer(
+            config.traces_url,
+            service="plait-frontend",
+            instance=f"{socket.gethostname()}:{os.getpid()}",
+            common={"gen_ai.request.model": config.model_name},
+        )
         client = EngineClient(
             self._tokenizer.token_bytes,
             Limits(
@@ -155,6 +162,7 @@ class _Launch:
             ),
             policy=config.router_policy,
             key=self._key,
+            tracer=tracer,
         )
         supervisors = [Supervisor(told, _FleetView(client)) for told in self._workers]
         http = _Server(self._http_config(client))
@@ -180,6 +188,7 @@ class _Launch:
             await asyncio.gather(*ends, *watches, serving, return_exceptions=True)
             stopping.cancel()
             await client.close()
+            await asyncio.to_thread(tracer.close)
             self._tokenizer.close()
         for task in (*watches, serving):
             task.result()

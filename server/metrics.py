@@ -36,6 +36,7 @@ _OWN = frozenset(
         "output_tokens",
         "cached_tokens",
         "router_matched_tokens",
+        "router_choices",
         "ttft_seconds",
         "itl_seconds",
         "e2e_seconds",
@@ -57,7 +58,7 @@ class Metrics:
             "plait_aborts", "Choices given up because the client went away", ()
         )
         self.replays = self._counter(
-            "plait_replays", "Choices continued on another worker after theirs was lost", ()
+            "plait_replays", "Choices continued on another worker, by why", ("reason",)
         )
         self.prompt_tokens = self._counter("plait_prompt_tokens", "Prompt tokens submitted", ())
         self.output_tokens = self._counter("plait_output_tokens", "Tokens generated", ())
@@ -69,6 +70,13 @@ class Metrics:
             "Prompt tokens that the router took for cached where it sent them",
             (),
         )
+        self.router_choices = self._counter(
+            "plait_router_choices", "Workers that the router chose, by role", ("role",)
+        )
+        for reason in ("lost", "handed_back"):
+            self.replays.labels(reason)
+        for role in ("prefill", "decode", "colocated"):
+            self.router_choices.labels(role)
         self.ttft = self._histogram("plait_ttft_seconds", "Submission to first token", _LATENCY_S)
         self.itl = self._histogram("plait_itl_seconds", "Time between tokens", _INTERVAL_S)
         self.e2e = self._histogram("plait_e2e_seconds", "Submission to last token", _LATENCY_S)

@@ -41,7 +41,9 @@ async def respond(
 
     try:
         hashes = await api.client.hash_prompts(submissions)
-        generation = api.client.generate(submissions, route, hashes)
+        generation = api.client.generate(
+            submissions, route, hashes, request.headers.get("traceparent", "")
+        )
     except EngineError as error:
         raise from_engine(error) from error
     is_handed_on = False

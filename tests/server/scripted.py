@@ -23,6 +23,7 @@ import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from engine.messages import Submit
+from engine.tracing import NO_TRACER, Tracer
 from engine.types import TokenLogprob, TokenOut
 from server.app import create_app
 from server.client import EngineClient
@@ -162,10 +163,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(limits: Limits | None = None, **options: Any) -> Iterator[Server]:
+def serving(
+    limits: Limits | None = None, *, tracer: Tracer = NO_TRACER, **options: Any
+) -> Iterator[Server]:
     """A front end without workers; `options` are ServeConfig's."""
     tokenizer = make_tokenizer()
-    client = EngineClient(tokenizer.token_bytes, limits)
+    client = EngineClient(tokenizer.token_bytes, limits, tracer=tracer)
     config = ServeConfig(served_model_name=MODEL_NAME, **options)
     app = create_app(config, client, tokenizer)
     listener = socket.create_server(("127.0.0.1", 0))

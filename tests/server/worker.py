@@ -208,6 +208,7 @@ class ScriptedWorker:
             output_ids=submit.output_ids,
             attempt=submit.attempt,
             reservation=_NO_PAGES,
+            traceparent=submit.traceparent,
         )
         self._channel.dial(submit.route.prefill_address)
         self._channel.send(submit.route.prefill_address, prefill)
