@@ -47,6 +47,7 @@ def plan_topology(config: ServeConfig, num_gpus: int) -> Topology:
     """What the options ask for; what they leave open goes by the machine. On a CPU: a prefill group
     of two ranks and a decode worker. On one GPU: colocated, since every rank needs one of its own.
     On more: half of them prefill as one group, the others decode. Raises ConfigError."""
+    num_gpus = max(0, num_gpus - _first_gpu(config))
     on_gpu = num_gpus > 0 and config.device != "cpu"
     asked = ["prefill_groups", "decode_workers", "prefill_max_total_tokens"]
     asked += ["decode_max_total_tokens"]
@@ -59,13 +60,19 @@ def plan_topology(config: ServeConfig, num_gpus: int) -> Topology:
         )
     if config.colocated or (on_gpu and num_gpus == 1 and not given):
         cp_size = config.prefill_cp_size or 1
+        if on_gpu and cp_size > num_gpus:
+            raise ConfigError(
+                f"--prefill-cp-size {cp_size}: needs {cp_size} GPUs, one for each rank; this "
+                f"machine has {num_gpus}"
+            )
         return Topology(0, cp_size, 0, cp_size if on_gpu else 0)
     num_groups = config.prefill_groups or 1
     num_decode = config.decode_workers or 1
     if not on_gpu:
         return Topology(num_groups, config.prefill_cp_size or _CPU_CP_SIZE, num_decode, 0)
-    if config.decode_workers is None and config.prefill_cp_size is None:
-        num_decode = max(1, num_gpus - num_groups * max(1, num_gpus // 2 // num_groups))
+    if config.decode_workers is None:
+        cp_size = config.prefill_cp_size or max(1, num_gpus // 2 // num_groups)
+        num_decode = max(1, num_gpus - num_groups * cp_size)
     cp_size = config.prefill_cp_size or max(1, (num_gpus - num_decode) // num_groups)
     needed = num_groups * cp_size + num_decode
     if needed > num_gpus:
@@ -81,11 +88,11 @@ def worker_configs(
 ) -> list[WorkerConfig]:
     """One for each worker; their control sockets lie in `folder`."""
     salt = hash_salt(config)
-    device = 0
+    device = _first_gpu(config)
 
     def make(role: Role, index: int, cp_size: int) -> WorkerConfig:
         nonlocal device
-        where = f"cuda:{device}" if topology.num_devices and config.device == "auto" else None
+        where = f"cuda:{device}" if topology.num_devices else None
         device += cp_size
         return config.worker_config(
             role,
@@ -102,6 +109,12 @@ def worker_configs(
         return [make("colocated", 0, topology.cp_size)]
     prefill = [make("prefill", i, topology.cp_size) for i in range(topology.num_groups)]
     return prefill + [make("decode", i, 1) for i in range(topology.num_decode)]
+
+
+def _first_gpu(config: ServeConfig) -> int:
+    """The number of the first GPU to use: N of --device cuda:N."""
+    kind, _, number = config.device.partition(":")
+    return int(number) if kind == "cuda" and number else 0
 
 
 def hash_salt(config: ServeConfig) -> str:
