@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server import config
@@ -221,11 +221,13 @@ def test_help_shows_every_option_in_a_group_with_its_default(
     assert "(default: 8000)" in out
 
 
+@settings(deadline=None)
 @given(st.integers(0, 65535))
 def test_every_port_is_accepted_as_text_and_kept(port: int) -> None:
     assert config.parse(["--port", str(port)]).port == port
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1), min_size=1)
 )
