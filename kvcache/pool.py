@@ -87,6 +87,11 @@ class KVPool:
         return cls(geometry, layout, num_pages, dtype, device)
 
     @property
+    def layout(self) -> CpSharedKVLayout:
+        """For the neighbours below the border that move this rank's pages."""
+        return self._layout
+
+    @property
     def cp_size(self) -> int:
         """Ranks that the logical pages lie on; 1 where this rank has them all."""
         return self._layout.cp_size
@@ -118,6 +123,16 @@ class KVPool:
         return tuple(
             b for b in (self._latent, self._keys, self._values, self._index_keys) if b.numel()
         )
+
+    def layer_buffers(self, layer: int) -> list[tuple[int, int]]:
+        """Where a layer's rows lie: (which of `buffers()`, its place in that one). All that tokens
+        leave in this layer, index keys too."""
+        places: list[tuple[int, int]] = []
+        num_kv = sum(1 for b in (self._latent, self._keys, self._values) if b.numel())
+        places += [(i, layer) for i in range(num_kv)]
+        if layer in self._index_slot:
+            places.append((num_kv, self._index_slot[layer]))
+        return places
 
     def record(self) -> PoolRecord:
         """What a peer must know to write pages into this pool, or read them from it."""
