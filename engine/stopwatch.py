@@ -104,6 +104,9 @@ class Stopwatch:
             stage="reserve" if room and not is_outgoing else "queue",
             since_s=self._clock(),
         )
+        before = self._courses.get((course.rid, course.attempt))
+        if before is not None:
+            self._fail(before, "")
         self._courses[course.rid, course.attempt] = course
         if room:
             self._rooms[room] = course
