@@ -6,6 +6,8 @@ data never decides whether or how one is entered.
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
@@ -47,6 +49,9 @@ class Mesh:
             if store is None:
                 raise ValueError(f"{size} ranks need a rendezvous store")
             backend = "nccl" if device.type == "cuda" else "gloo"
+            if sys.platform == "linux":
+                # Else gloo listens at the address of the host's name. A group is of one machine.
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT
             )

@@ -110,7 +110,10 @@ def test_a_silent_rank_ends_its_group(group):
     assert not psutil.pid_exists(group.rank.pid)
 
 
-def test_ranks_end_with_a_killed_leader(group):
+def test_ranks_listen_on_loopback_only_and_end_with_a_killed_leader(group):
+    for process in (psutil.Process(group.process.pid), group.rank):
+        listening = {c.laddr.ip for c in process.net_connections() if c.status == "LISTEN"}
+        assert listening <= {"127.0.0.1", "::1"}
     group.process.kill()
     group.process.wait()
     group.rank.wait(timeout=WAIT_S)
