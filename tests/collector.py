@@ -28,8 +28,9 @@ class Received:
     error: str | None  # None: it went well
 
     @property
-    def traceparent(self) -> str:
-        return f"00-{self.trace_id}-{self.span_id}-01"
+    def ids(self) -> str:
+        """What stands in the traceparent of its children between version and flags."""
+        return f"{self.trace_id}-{self.span_id}"
 
 
 class Collector:

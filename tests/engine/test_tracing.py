@@ -60,7 +60,7 @@ def test_a_span_and_its_child_as_the_collector_gets_them(
     assert found.paths == ["/v1/traces"]
     assert (request.trace_id, request.parent_id) == (TRACE, SPAN)
     assert (queue.trace_id, queue.parent_id) == (TRACE, request.span_id)
-    assert span.traceparent == request.traceparent
+    assert span.traceparent == f"00-{request.ids}-01"
     assert request.attributes == {"n": 3, "reasons": ["stop"], "gen_ai.request.model": "m"}
     assert request.events == [("replay", {"plait.reason": "lost"})]
     assert (request.error, queue.error) == (None, "it broke")
