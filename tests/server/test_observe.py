@@ -1,0 +1,79 @@
+"""docs/observe.md names every metric there is, with its type and labels, and no other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from engine.metrics import WorkerMetrics
+from engine.types import MetricFamily, Role
+from kvcache.transfer.loopback import LoopbackNetwork
+from server.fleet import Fleet
+from server.metrics import Metrics
+from tests.engine.handoff.pair import Pair
+from tests.tiny import save_dsa
+
+DOCS = Path(__file__).parents[2] / "docs" / "observe.md"
+ROW = re.compile(r"^\| `(plait_\w+)(?:\{([\w,]+)\})?` \| (\w+) \|", re.MULTILINE)
+
+
+def documented() -> dict[str, tuple[str, frozenset[str]]]:
+    """By name: type and labels."""
+    rows = ROW.findall(DOCS.read_text(encoding="utf-8"))
+    found = {
+        name.removesuffix("_total"): (kind, frozenset(labels.split(",")) - {""})
+        for name, labels, kind in rows
+    }
+    assert len(found) == len(rows), "a metric is there twice"
+    return found
+
+
+def of_workers(families: Iterable[MetricFamily]) -> dict[str, tuple[str, frozenset[str]]]:
+    return {
+        family.name: (
+            family.kind,
+            frozenset(label for s in family.samples for label in s.labels) - {"le"},
+        )
+        for family in families
+    }
+
+
+def test_the_docs_name_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics()
+    metrics.watch(Fleet())
+    metrics.requests.labels("/v1", "stop")
+    metrics.errors.labels("overloaded")
+    expected = {
+        family.name: (
+            family.type,
+            frozenset(label for s in family.samples for label in s.labels) - {"le"},
+        )
+        for family in metrics.registry.collect()
+    }
+    network = LoopbackNetwork()
+    monkeypatch.setattr("engine.loading.MooncakeEngine", lambda host, protocol: network.engine())
+    pool = {"max_total_tokens": 1024}
+    pair = Pair(save_dsa(tmp_path), prefill=pool, decode=pool)
+    pair.submit("r", list(range(3, 30)), max_tokens=2)
+    pair.run()
+    for node in (pair.prefill, pair.decode):
+        for phase in ("prepare", "forward", "sample"):
+            node.metrics._step_seconds.labels(phase)
+        expected |= of_workers(node.metrics.families(node.engine, num_malformed=0, refused={}))
+    pair.close()
+    assert documented() == expected
+
+
+@pytest.mark.parametrize("role", ["colocated", "prefill", "decode"])
+def test_a_role_has_the_stages_that_the_docs_give_it(role: Role) -> None:
+    rows = re.findall(
+        r"^\| `(plait_\w+_seconds)` \| histogram \| ([\w, ]+) \| [^|]+ \|$",
+        DOCS.read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    of_role = {name for name, roles in rows if role in roles.split(", ")}
+    assert len(rows) == 6
+    assert set(WorkerMetrics(role)._stages) == of_role
