@@ -152,7 +152,7 @@ def test_a_hand_back_replays_the_next_attempt_and_aborts_the_old_one_at_both() -
         assert second.route.room != first.route.room
         assert decode.aborts.get(timeout=60).attempt == 0
         assert prefill.aborts.empty()  # its part was done
-        assert "plait_replays_total 1.0" in server.http.get("/metrics").text
+        assert 'plait_replays_total{reason="handed_back"} 1.0' in server.http.get("/metrics").text
         assert_nothing_left(server)
 
 
@@ -250,7 +250,7 @@ def test_a_prefill_group_lost_after_its_part_is_not_missed() -> None:
         gate.set()
         assert stream.answer() == (TEXT, ["stop"])
         assert decode.submits.qsize() == 1
-        assert "plait_replays_total 0.0" in server.http.get("/metrics").text
+        assert 'plait_replays_total{reason="lost"} 0.0' in server.http.get("/metrics").text
 
 
 def held_until_open(gate: threading.Event, num_tokens: int) -> Script:
