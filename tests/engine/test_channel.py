@@ -340,6 +340,23 @@ def test_others_are_refused_counted_and_logged_once(
     assert sum("refuses connections" in line for line in said) == 1
 
 
+def test_who_knows_the_public_half_only_is_refused(
+    ends: Ends, bind: str, tmp_path: Path, raw: Callable[[int], zmq.Socket]
+) -> None:
+    worker = ends.open("w", bind=bind, key=key(tmp_path, "a"))
+    stranger = raw(zmq.DEALER)
+    stranger.curve_serverkey = key(tmp_path, "a").public
+    stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+    stranger.connect(worker.address)
+    stranger.send(b"\x81\xa4type\xa5drain")
+    ends.until(lambda: worker.num_refused > 0)
+    member = ends.open("m", key=key(tmp_path, "a"))
+    member.dial(worker.address)
+    ends.identity("w", "m")
+    assert not ends.messages("w", Drain)
+    assert worker.num_malformed == 0
+
+
 def test_one_that_was_refused_is_let_in_by_the_right_peer(
     ends: Ends, address: str, tmp_path: Path
 ) -> None:
