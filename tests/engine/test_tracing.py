@@ -133,8 +133,7 @@ def test_a_collector_that_refuses_is_told_of_once(
     tracer.start("later", "").end({})
     tracer.close()
     assert [span.name for span in found.spans] == ["later"]
-    (warning,) = caplog.records
-    assert url in warning.getMessage()
+    assert len([record for record in caplog.records if url in record.getMessage()]) == 1
 
 
 def test_a_tracer_that_cannot_be_made_stops_nobody(

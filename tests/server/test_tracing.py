@@ -132,7 +132,8 @@ def test_a_collector_that_is_down_does_not_show(
 
 
 def test_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    for name in ("ENDPOINT", "TRACES_ENDPOINT"):
+        monkeypatch.delenv(f"OTEL_EXPORTER_OTLP_{name}", raising=False)
     assert parse([]).traces_url is None
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://standard:4318")
     assert parse([]).traces_url == "http://standard:4318/v1/traces"
