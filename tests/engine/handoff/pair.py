@@ -98,6 +98,8 @@ class Node:
         assert load.locked_pages == load.fenced_pages == 0
         assert load.free_pages + load.evictable_pages == self.total_pages
         self.scheduler._cache.check()
+        self.inbox.forget_owners()
+        assert len(self.inbox._stopwatch) == len(self.inbox._stopwatch._rooms) == 0
 
 
 class Pair:
