@@ -1,0 +1,86 @@
+"""The host tier on a CUDA device: pinned objects, copies on streams, layers waited for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.copy_pages import copy_pages
+from kvcache.host_plan import Backup, LoadBack
+from kvcache.host_tier import HostTier
+from kvcache.layout import KVGeometry
+from kvcache.pool import KVPool
+from tests.kvcache.transfer.pools import GEOMETRIES, PAGE
+
+GEOMETRIES = GEOMETRIES | {
+    "odd": KVGeometry(num_layers=3, latent_dim=7, index_dim=5, index_layers=(1,)),
+    "656 bytes": KVGeometry(num_layers=2, latent_dim=328),
+    "real": KVGeometry(num_layers=5, latent_dim=576, index_dim=128, index_layers=(0, 3)),
+}
+
+
+def digests(pool: KVPool, row_pages: list[int]) -> list[bytes]:
+    parts = []
+    for page in row_pages:
+        rows = slice(page * PAGE, (page + 1) * PAGE)
+        data = [b[:, rows].contiguous().view(torch.uint8).cpu().numpy() for b in pool.buffers()]
+        parts.append(b"".join(part.tobytes() for part in data))
+    return parts
+
+
+def busy(seconds: float = 0.05) -> None:
+    """Keep the current stream occupied."""
+    torch.cuda._sleep(int(seconds * 1.5e9))
+
+
+@pytest.mark.parametrize("geometry", sorted(GEOMETRIES))
+def test_pages_come_back_as_they_were(geometry: str) -> None:
+    """Written by work that is still queued when the backup starts, read by work queued right after
+    the load-back has."""
+    pool = KVPool.create(GEOMETRIES[geometry], PAGE, 40, torch.bfloat16, "cuda")
+    tier = HostTier(pool, 50)
+    source = [7, 3, 39, 40, 1, 22]
+    busy()
+    for buffer in pool.buffers():
+        buffer.normal_()
+    tier.start(Backup(id=1, device_pages=source, host_pages=[50, 2, 9, 1, 30, 31]))
+    before = digests(pool, source)
+    torch.cuda.synchronize()
+    assert tier.poll() == [1]
+    assert tier.object(9).numpy().tobytes() == before[2]
+    busy()
+    for buffer in pool.buffers():
+        buffer.fill_(torch.nan)
+    tier.start(LoadBack(id=2, host_pages=[31, 30, 1, 9, 2, 50], device_pages=[4, 5, 6, 8, 9, 10]))
+    for layer in range(GEOMETRIES[geometry].num_layers):
+        tier.wait_layer(layer)
+    assert digests(pool, [10, 9, 8, 6, 5, 4]) == before
+    assert digests(pool, [11]) != before[:1]
+    torch.cuda.synchronize()
+    assert tier.poll() == [2]
+    tier.close()
+
+
+def test_a_copy_is_polled_and_never_waited_for() -> None:
+    pool = KVPool.create(GEOMETRIES["real"], PAGE, 4, torch.bfloat16, "cuda")
+    tier = HostTier(pool, 4)
+    tier.start(Backup(id=1, device_pages=[1], host_pages=[1]))  # compiles the kernel
+    torch.cuda.synchronize()
+    assert tier.poll() == [1]
+    busy(1.0)
+    tier.start(Backup(id=2, device_pages=[1], host_pages=[1]))
+    assert tier.poll() == []
+    torch.cuda.synchronize()
+    assert tier.poll() == [2]
+
+
+def test_without_the_kernel_the_same() -> None:
+    host = torch.randn(3, 9, 100, pin_memory=True)
+    device = torch.zeros(3, 5, 100, device="cuda")
+    here, there = torch.tensor([8, 0, 3]).cuda(), torch.tensor([1, 4, 2]).cuda()
+    copy_pages(device, there, host, here)
+    want = torch.zeros(3, 5, 100)
+    for layer in range(3):
+        copy_pages(want[layer : layer + 1], there.cpu(), host[layer : layer + 1], here.cpu())
+    torch.cuda.synchronize()
+    assert torch.equal(device.cpu(), want)
