@@ -1,16 +1,35 @@
-"""Copies whole pages between two arrays of pages, such as a layer of the device pool and the same
-layer's part of page-first objects in host memory."""
+"""Copies whole pages between two arrays of pages, such as the layers of a device pool and those of
+page-first objects in host memory."""
 
 from __future__ import annotations
+
+import importlib.util
 
 import torch
 
 
 def copy_pages(
-    target: torch.Tensor,  # [num_target_pages, page_elements], rows may be strided
-    target_pages: torch.Tensor,  # [N] int64 on the CPU, distinct
-    source: torch.Tensor,  # [num_source_pages, page_elements], of the same dtype
-    source_pages: torch.Tensor,  # [N] int64 on the CPU
+    target: torch.Tensor,  # [num_layers, num_target_pages, page_elements]
+    target_pages: torch.Tensor,  # [N] int64, distinct
+    source: torch.Tensor,  # [num_layers, num_source_pages, page_elements], of the same dtype
+    source_pages: torch.Tensor,  # [N] int64
 ) -> None:
-    """target[target_pages[i]] = source[source_pages[i]], on the CPU."""
-    target.index_copy_(0, target_pages, source.index_select(0, source_pages))
+    """target[l, target_pages[i]] = source[l, source_pages[i]]; only the last dimension need be
+    contiguous.
+
+    Both on the CPU, or one on a CUDA device and the other there or in pinned memory; the page lists
+    are where the device is. On a device the copy is in order with its current stream.
+    """
+    if not (target.is_cuda or source.is_cuda):
+        for there, here in zip(target, source, strict=True):
+            there.index_copy_(0, target_pages, here.index_select(0, source_pages))
+        return
+    if importlib.util.find_spec("triton") is not None:
+        from kernels.gpu.copy_pages import copy_pages as launch
+
+        launch(target, target_pages, source, source_pages)
+        return
+    pairs = list(zip(target_pages.tolist(), source_pages.tolist(), strict=True))
+    for there, here in zip(target, source, strict=True):
+        for to, at in pairs:
+            there[to].copy_(here[at], non_blocking=True)

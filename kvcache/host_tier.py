@@ -27,6 +27,7 @@ class _Running:
     item: HostItem
     copy: Copy
     num_bytes: int
+    rows: tuple[torch.Tensor, torch.Tensor]  # the copy reads them
 
 
 class HostTier:
@@ -86,6 +87,8 @@ class HostTier:
         if not len(host_rows):
             self._acknowledged.append(item.id)
             return
+        device_rows = device_rows.to(self._pool.device)
+        host_rows = host_rows.to(self._pool.device)
         if isinstance(item, LoadBack):
             steps = [
                 partial(self._load_layer, layer, device_rows, host_rows)
@@ -95,7 +98,8 @@ class HostTier:
         else:
             out: list[Step] = [partial(self._back_up, device_rows, host_rows)]
             copy = self._copier.start("out", out)
-        self._running.append(_Running(item, copy, len(host_rows) * self.page_bytes))
+        num_bytes = len(host_rows) * self.page_bytes
+        self._running.append(_Running(item, copy, num_bytes, (device_rows, host_rows)))
 
     def wait_layer(self, layer: int) -> None:
         """What the caller reads next of `layer`, latent rows and index keys alike, is as the
@@ -148,13 +152,12 @@ class HostTier:
 
     def _back_up(self, device_rows: torch.Tensor, host_rows: torch.Tensor) -> None:
         for device, host in zip(self._device, self._host, strict=True):
-            for layer in range(len(device)):
-                copy_pages(host[layer], host_rows, device[layer], device_rows)
+            copy_pages(host, host_rows, device, device_rows)
 
     def _load_layer(self, layer: int, device_rows: torch.Tensor, host_rows: torch.Tensor) -> None:
         for buffer, place in self._pool.layer_buffers(layer):
-            device, host = self._device[buffer][place], self._host[buffer][place]
-            copy_pages(device, device_rows, host, host_rows)
+            one = slice(place, place + 1)
+            copy_pages(self._device[buffer][one], device_rows, self._host[buffer][one], host_rows)
 
 
 def _check_rows(which: str, rows: torch.Tensor, num_pages: int) -> None:

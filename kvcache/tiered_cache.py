@@ -30,10 +30,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from kvcache.allocator import CPSharedPagedAllocator, count_lanes, lane_of_page
+from kvcache.copies_under_way import CopiesUnderWay
 from kvcache.events import EventLog
 from kvcache.host_plan import Backup, HostItem, HostOrders, LoadBack
 from kvcache.prefix_cache import Inserted, Match, PrefixCache
@@ -54,13 +55,6 @@ class LoadedBack:
 
     match: Match
     item: LoadBack
-
-
-@dataclass(slots=True)
-class _UnderWay:
-    item: HostItem
-    node: Node  # locked
-    ranks: set[int] = field(default_factory=set)  # that have acknowledged
 
 
 class TieredCache(PrefixCache):
@@ -95,12 +89,8 @@ class TieredCache(PrefixCache):
         self.policy: WritePolicy = policy
         self.counts: Counter[str] = Counter()
         self._host = host_allocator
-        self._num_ranks = allocator.num_lanes if num_ranks is None else num_ranks
+        self._under_way = CopiesUnderWay(allocator.num_lanes if num_ranks is None else num_ranks)
         self._due: dict[Node, None] = {}  # to be backed up, in order
-        self._under_way: dict[int, _UnderWay] = {}  # by item id
-        self._num_items = 0
-        self._load_backs: list[LoadBack] = []  # for the next orders
-        self._backups: list[Backup] = []
 
     def _new_tree(self, events: EventLog | None) -> TieredTree:
         return TieredTree(self.page_size, self._allocator.num_lanes, events)
@@ -123,7 +113,7 @@ class TieredCache(PrefixCache):
     @property
     def items_under_way(self) -> list[HostItem]:
         """Those items, oldest first."""
-        return [under_way.item for under_way in self._under_way.values()]
+        return [under_way.item for under_way in self._under_way.all()]
 
     def state_str(self) -> str:
         host_size = (self.total_host_pages - self.free_host_pages) * self.page_size
@@ -194,9 +184,7 @@ class TieredCache(PrefixCache):
             at += len(step.keys)
         for page in device_pages:
             self._is_cached[page] = 1
-        item = LoadBack(id=self._next_id(), host_pages=host_pages, device_pages=list(device_pages))
-        self._under_way[item.id] = _UnderWay(item, last)  # with the lock from above
-        self._load_backs.append(item)
+        item = self._under_way.load_back(last, host_pages, device_pages)  # with the lock from above
         self.counts["load_backs_started"] += 1
         pages = match.pages + device_pages
         return LoadedBack(Match(pages, last, len(pages) * self.page_size), item)
@@ -223,26 +211,15 @@ class TieredCache(PrefixCache):
         due, self._due = self._due, {}
         for node in due:
             self._back_up_path(node)
-        orders = HostOrders(load_backs=self._load_backs, backups=self._backups)
-        self._load_backs, self._backups = [], []
-        return orders
+        return self._under_way.take_orders()
 
     def acknowledge(self, item_id: int, rank: int) -> bool:
         """Rank `rank` has done its part of an item. True with the last rank's: the item's node is
         unlocked. ValueError for an item that is not under way, a rank that is not there or one that
         has acknowledged it before."""
-        under_way = self._under_way.get(item_id)
+        under_way = self._under_way.acknowledge(item_id, rank)
         if under_way is None:
-            raise ValueError(
-                f"item {item_id} is not under way; those are {sorted(self._under_way)}"
-            )
-        if not 0 <= rank < self._num_ranks or rank in under_way.ranks:
-            waiting = sorted(set(range(self._num_ranks)) - under_way.ranks)
-            raise ValueError(f"item {item_id} waits for the ranks {waiting}, got rank {rank}")
-        under_way.ranks.add(rank)
-        if len(under_way.ranks) < self._num_ranks:
             return False
-        del self._under_way[item_id]
         self.unlock(under_way.node)
         kind = "load_backs" if isinstance(under_way.item, LoadBack) else "backups"
         self.counts[f"{kind}_finished"] += 1
@@ -255,11 +232,7 @@ class TieredCache(PrefixCache):
         would rather wait than lose cached pages asks before it allocates; an `alloc` for which
         there is not enough room drops what has no backup."""
         missing = num_pages - self.free_pages
-        missing -= sum(
-            len(under_way.item.device_pages)
-            for under_way in self._under_way.values()
-            if isinstance(under_way.item, Backup)
-        )
+        missing -= sum(len(i.device_pages) for i in self.items_under_way if isinstance(i, Backup))
         while missing > 0 and (leaf := self._tree.oldest_leaf()) is not None:
             if leaf.host_pages:
                 missing -= self._drop(leaf, min(missing, len(leaf.pages)))
@@ -292,7 +265,7 @@ class TieredCache(PrefixCache):
             raise AssertionError(f"the tree holds host pages that are free or not its own: {pages}")
         if len(pages) != self._host.held_pages:
             raise AssertionError(f"{self._host.held_pages - len(pages)} host pages have leaked")
-        for under_way in self._under_way.values():
+        for under_way in self._under_way.all():
             item, path = under_way.item, list(self._tree.path(under_way.node))[::-1]
             device = [page for step in path for page in step.pages]
             host = [page for step in path for page in step.host_pages]
@@ -305,10 +278,6 @@ class TieredCache(PrefixCache):
     def _skip(self, reason: SkipReason) -> SkipReason:
         self.counts[f"load_backs_skipped_{reason}"] += 1
         return reason
-
-    def _next_id(self) -> int:
-        self._num_items += 1
-        return self._num_items
 
     def _back_up_path(self, node: Node) -> None:
         """Back up `node` and what is above it and has no backup, from above: below a node that was
@@ -333,9 +302,7 @@ class TieredCache(PrefixCache):
         self._check_lanes(node.pages, host_pages)
         self._tree.set_host(node, host_pages)
         self.lock(node)
-        item = Backup(id=self._next_id(), device_pages=list(node.pages), host_pages=host_pages)
-        self._under_way[item.id] = _UnderWay(item, node)
-        self._backups.append(item)
+        self._under_way.back_up(node)
         self.counts["backups_started"] += 1
         return True
 

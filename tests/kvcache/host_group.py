@@ -14,7 +14,7 @@ import torch
 
 from kvcache.allocator import CPSharedPagedAllocator, lane_of_page
 from kvcache.events import EventLog, page_hashes
-from kvcache.host_copies import Lane, Step
+from kvcache.host_copies import Lane, Step, ThreadCopier
 from kvcache.host_plan import Backup, HostOrders, LoadBack
 from kvcache.host_tier import HostTier
 from kvcache.layout import KVGeometry
@@ -81,7 +81,7 @@ class ManualCopier:
 class Rank:
     pool: KVPool
     tier: HostTier
-    copier: ManualCopier
+    copier: ManualCopier | ThreadCopier
     pages: list[np.ndarray] = field(default_factory=list)  # of each buffer: [layers, pages, bytes]
 
     def __post_init__(self) -> None:
@@ -126,6 +126,7 @@ class Group:
         policy: WritePolicy = "write_through",
         cache_class: type[TieredCache] = TieredCache,
         tier_class: type[HostTier] = HostTier,
+        copier_class: type[ManualCopier] | type[ThreadCopier] = ManualCopier,
     ) -> None:
         self.size, self.page_size = size, page_size
         self.cache = cache_class(
@@ -139,7 +140,7 @@ class Group:
             pool = KVPool.create(
                 geometry, page_size, pages, torch.bfloat16, cp_size=size, cp_rank=rank
             )
-            copier = ManualCopier()
+            copier = copier_class()
             self.ranks.append(Rank(pool, tier_class(pool, host_pages, copier), copier))
         self.page_bytes = self.ranks[0].tier.page_bytes
         self.reports: list[tuple[int, int]] = []  # (item, rank), not delivered yet
@@ -196,13 +197,25 @@ class Group:
                 self.reports.append((item, number))
                 self.num_reports[item] = self.num_reports.get(item, 0) + 1
 
+    def advance_some(self, rng: random.Random) -> None:
+        """Let some copies run on, on some ranks; threads run by themselves."""
+        for rank in self.ranks:
+            if isinstance(rank.copier, ManualCopier) and rng.random() < 0.7:
+                rank.copier.advance_some(rng)
+
     def settle(self) -> None:
         """Run everything to its end and deliver all reports."""
         self.start()
         for rank in self.ranks:
-            rank.copier.close()
+            for running in rank.tier._running:
+                is_load_back = isinstance(running.item, LoadBack)
+                running.copy.wait_step(rank.pool.geometry.num_layers - 1 if is_load_back else 0)
         self.collect()
         self.deliver(len(self.reports))
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.tier.close()
 
     def deliver(self, num_reports: int, rng: random.Random | None = None) -> None:
         if rng is not None:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvcache.host_copies import ThreadCopier
 from kvcache.host_metadata import CpHiCacheNodeMetadata
 from kvcache.host_plan import HostItem, LoadBack
 from kvcache.host_tier import HostTier
@@ -102,7 +103,7 @@ class Trace:
     def step(self, token_ids: list[int], match: Match) -> None:
         self.group.start()
         if self.rng.random() < 0.5:
-            self.group.ranks[self.rng.randrange(self.group.size)].copier.advance_some(self.rng)
+            self.group.advance_some(self.rng)
         self.group.forward(token_ids, match.pages)
 
     def keep(self) -> None:
@@ -148,8 +149,7 @@ class Trace:
             self.cache.reclaim(self.rng.randint(0, 6))
 
     def copy(self) -> None:
-        for rank in self.group.ranks:
-            rank.copier.advance_some(self.rng)
+        self.group.advance_some(self.rng)
 
     def report(self) -> None:
         self.group.collect()
@@ -159,7 +159,7 @@ class Trace:
         """A node has the locks of those below it, of requests and of copies, and no other."""
         held: dict[int, int] = {}
         owners = [request.node for request in self.running]
-        owners += [under_way.node for under_way in self.cache._under_way.values()]
+        owners += [under_way.node for under_way in self.cache._under_way.all()]
         for owner in owners:
             for node in self.cache._tree.path(owner):
                 held[node.serial] = held.get(node.serial, 0) + 1
@@ -236,6 +236,16 @@ def test_any_short_trace(
     trace = Trace(rng, group)
     trace.run(40)
     trace.end()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_with_real_copy_threads(size: int) -> None:
+    group = Group(size=size, pages=12 // size, host_pages=14 // size, copier_class=ThreadCopier)
+    trace = Trace(random.Random(size), group)
+    trace.run(800)
+    assert group.cache.counts["load_backs_finished"] and group.cache.counts["backups_finished"]
+    trace.end()
+    group.close()
 
 
 class AnyPage(TieredCache):
