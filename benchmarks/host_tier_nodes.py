@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcache.allocator import CPSharedPagedAllocator
-from kvcache.tiered_cache import LoadedBack, TieredCache
+from kvcache.prefix_cache import LoadedBack
+from kvcache.tiered_cache import TieredCache
 
 PAGE, TURN_PAGES, TURNS = 16, 2, 5
 SIZES = (100, 1_000, 10_000, 100_000)

@@ -19,12 +19,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from kvcache.allocator import CPSharedPagedAllocator, lane_of_page
 from kvcache.events import EventLog
+from kvcache.host_plan import HostOrders, LoadBack
 from kvcache.radix_tree import Node, PageKeys, RadixTree
 
-__all__ = ["Inserted", "Match", "Node", "PrefixCache"]
+__all__ = [
+    "LOAD_BACK_THRESHOLD",
+    "Inserted",
+    "LoadedBack",
+    "Match",
+    "Node",
+    "PrefixCache",
+    "SkipReason",
+]
+
+SkipReason: TypeAlias = Literal["threshold", "quota", "no_device_pages"]
+
+LOAD_BACK_THRESHOLD = 10  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,14 @@ class Match:
     num_tokens: int
     num_host_tokens: int = 0  # whole pages
     host_node: Node | None = None  # the last node of those
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBack:
+    """`match` is the longer one: its node is on the device, its last part while the copy runs."""
+
+    match: Match
+    item: LoadBack
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +230,33 @@ class PrefixCache:
         self.evict(self.evictable_pages)
         if self._events is not None:
             self._events.reset()
+
+    # What a host tier adds. Without one there is nothing to load back and nothing to copy, so that
+    # a scheduler asks the same questions of either.
+
+    def mem_quota(self, num_input_tokens: int) -> int:
+        """Tokens that may be loaded back for a request that computes `num_input_tokens` itself, so
+        that those and the running requests' next page still find room. Ask before locking."""
+        return max(self.obtainable_pages * self.page_size - (num_input_tokens + self.page_size), 0)
+
+    def load_back(
+        self, match: Match, *, mem_quota: int, threshold: int = LOAD_BACK_THRESHOLD
+    ) -> LoadedBack | SkipReason:
+        """See TieredCache.load_back."""
+        return "threshold"
+
+    def use(self, match: Match) -> None:
+        """A request starts from `match`: see TieredCache.use. Here `match` has counted the hit."""
+
+    def take_orders(self) -> HostOrders:
+        """The copies that begin with this step."""
+        return HostOrders()
+
+    @property
+    def num_under_way(self) -> int:
+        """Copies that some rank has not acknowledged yet. While there are any, pages may come free
+        without a request's doing."""
+        return 0
 
     def check(self) -> None:
         """AssertionError unless tree, allocator and counts agree. O(pages); for tests."""

@@ -30,31 +30,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from kvcache.allocator import CPSharedPagedAllocator, count_lanes, lane_of_page
 from kvcache.copies_under_way import CopiesUnderWay
 from kvcache.events import EventLog
 from kvcache.host_plan import Backup, HostItem, HostOrders, LoadBack
-from kvcache.prefix_cache import Inserted, Match, PrefixCache
+from kvcache.prefix_cache import (
+    LOAD_BACK_THRESHOLD,
+    Inserted,
+    LoadedBack,
+    Match,
+    PrefixCache,
+    SkipReason,
+)
 from kvcache.radix_tree import Node, PageKeys
 from kvcache.tiered_tree import TieredTree
 
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
-SkipReason: TypeAlias = Literal["threshold", "quota", "no_device_pages"]
 
-LOAD_BACK_THRESHOLD = 10  # tokens
 _SELECTIVE_HITS = 2
 _CLEAN_SHARE = 8  # write_back keeps one page in so many free, so that allocations find some
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedBack:
-    """`match` is the longer one: its node is on the device, its last part while the copy runs."""
-
-    match: Match
-    item: LoadBack
 
 
 class TieredCache(PrefixCache):
@@ -107,7 +103,6 @@ class TieredCache(PrefixCache):
 
     @property
     def num_under_way(self) -> int:
-        """Items that some rank has not acknowledged yet."""
         return len(self._under_way)
 
     @property
@@ -141,11 +136,6 @@ class TieredCache(PrefixCache):
             step.hits += 1
             if needed is not None and step.hits >= needed and not step.host_pages:
                 self._due[step] = None
-
-    def mem_quota(self, num_input_tokens: int) -> int:
-        """Tokens that may be loaded back for a request that computes `num_input_tokens` itself, so
-        that those and the running requests' next page still find room. Ask before locking."""
-        return max(self.obtainable_pages * self.page_size - (num_input_tokens + self.page_size), 0)
 
     def load_back(
         self, match: Match, *, mem_quota: int, threshold: int = LOAD_BACK_THRESHOLD

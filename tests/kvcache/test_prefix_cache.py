@@ -216,3 +216,17 @@ def test_a_prompt_larger_than_a_rank_fits_the_group() -> None:
     pages = cache_prompt(cache, token_ids)
     assert count_lanes(pages, 4) == [3, 3, 3, 3]
     assert cache.match(token_ids).num_tokens == 12
+
+
+def test_without_a_host_tier_there_is_nothing_to_load_back_or_to_copy() -> None:
+    cache = make_cache(8)
+    cache_prompt(cache, [1, 2, 3, 4])
+    match = cache.match([1, 2, 3, 4, 5, 6])
+    assert (match.num_tokens, match.num_host_tokens, match.host_node) == (4, 0, None)
+    assert cache.load_back(match, mem_quota=99, threshold=1) == "threshold"
+    cache.use(match)
+    assert match.node.hits == 1
+    assert not cache.take_orders()
+    assert cache.num_under_way == 0
+    assert cache.mem_quota(3) == 16 - (3 + 2)
+    assert accounts(cache) == (6, 0, 2, 0)

@@ -8,8 +8,8 @@ import pytest
 
 from kvcache.allocator import CPSharedPagedAllocator, lane_of_page
 from kvcache.host_plan import HostOrders
-from kvcache.prefix_cache import Inserted
-from kvcache.tiered_cache import LoadedBack, TieredCache, WritePolicy
+from kvcache.prefix_cache import Inserted, LoadedBack
+from kvcache.tiered_cache import TieredCache, WritePolicy
 from kvcache.tiered_tree import TieredTree
 from tests.kvcache.host_group import Group
 

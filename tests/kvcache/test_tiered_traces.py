@@ -17,8 +17,8 @@ from kvcache.host_metadata import CpHiCacheNodeMetadata
 from kvcache.host_plan import HostItem, LoadBack
 from kvcache.host_tier import HostTier
 from kvcache.layout import KVGeometry
-from kvcache.prefix_cache import Match, Node
-from kvcache.tiered_cache import LoadedBack, TieredCache, WritePolicy
+from kvcache.prefix_cache import LoadedBack, Match, Node
+from kvcache.tiered_cache import TieredCache, WritePolicy
 from tests.kvcache.host_group import DSA, GQA, MLA, Group
 
 POLICIES: list[WritePolicy] = ["write_through", "write_through_selective", "write_back"]
