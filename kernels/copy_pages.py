@@ -21,8 +21,7 @@ def copy_pages(
     are where the device is. On a device the copy is in order with its current stream.
     """
     if not (target.is_cuda or source.is_cuda):
-        for there, here in zip(target, source, strict=True):
-            there.index_copy_(0, target_pages, here.index_select(0, source_pages))
+        _copy_on_cpu(target, target_pages, source, source_pages)
         return
     if importlib.util.find_spec("triton") is not None:
         from kernels.gpu.copy_pages import copy_pages as launch
@@ -33,3 +32,18 @@ def copy_pages(
     for there, here in zip(target, source, strict=True):
         for to, at in pairs:
             there[to].copy_(here[at], non_blocking=True)
+
+
+def _copy_on_cpu(
+    target: torch.Tensor,
+    target_pages: torch.Tensor,
+    source: torch.Tensor,
+    source_pages: torch.Tensor,
+) -> None:
+    """Page by page, as bytes: a page in one layer is contiguous and large. On this thread alone,
+    which lets the interpreter go meanwhile: it runs beside a forward that has the others."""
+    there, here = (t.view(torch.uint8).numpy() for t in (target, source))
+    pairs = list(zip(target_pages.tolist(), source_pages.tolist(), strict=True))
+    for layer in range(len(there)):
+        for to, at in pairs:
+            there[layer, to] = here[layer, at]
