@@ -54,8 +54,13 @@ _CLEAN_SHARE = 8  # write_back keeps one page in so many free, so that allocatio
 
 
 class TieredCache(PrefixCache):
-    """`num_ranks` acknowledge each item: all of the group, whoever owns the pages. `counts` holds
-    what has happened, cumulative, in pages where it says so; nothing is thread-safe.
+    """`num_ranks` acknowledge each item: all of the group, whoever owns the pages. Nothing is
+    thread-safe.
+
+    `counts`, cumulative: `backups_` and `load_backs_started`, `_finished`;
+    `backups_skipped_no_host_pages`; `load_backs_skipped_` with each SkipReason, once a call that
+    found something on the host; `evicted_device_pages`, `dropped_device_pages` (those of them that
+    had no backup), `evicted_host_pages`.
 
     Policies: `write_through` backs up what is inserted; `write_through_selective` what was used
     twice; `write_back` what is about to be evicted from the device. A node that cannot be backed
