@@ -24,6 +24,7 @@ from engine.channel import Channel
 from engine.cluster_key import ClusterKey, ClusterKeyError
 from engine.config import WorkerConfig
 from engine.engine import Engine
+from engine.handoff.room import RoomReport
 from engine.inbox import HEARTBEAT_S, Inbox
 from engine.loading import load_engine
 from engine.messages import Alive, Goodbye, Heartbeat, Hello
@@ -56,18 +57,21 @@ class Worker:
         self._scheduler = engine.scheduler
         self._channel = channel
         # Held by whoever uses the channel or the scheduler; released only while a step executes,
-        # so that the heart beats during a long one.
+        # so that the heart beats during a long one, and what was handed over need not wait for it.
         self._lock = threading.Lock()
+        self._reported = threading.Semaphore(0)
+        self._reports: list[RoomReport] = []  # for the loop: they may concern the step
         self._metrics = WorkerMetrics(config.role)
         stopwatch = Stopwatch(self._metrics.observe_stage, tracer)
         self._inbox = Inbox(channel, engine, self._hello(), stopwatch)
         self._drain_asked = threading.Event()
         self._drain_ends_s: float | None = None
         self._waits = False  # the last plan was empty: only a message or a report changes that
+        self._has_ended = False  # the channel is closed
         self._last_beat = 0.0
         self._next_look = time.monotonic() + LOOK_S
         self._parent = os.getppid() if config.parent_pid is not None else None
-        engine.mailbox.on_put = channel.wake
+        engine.mailbox.on_put = self._on_report
 
     def _hello(self) -> Hello:
         capacity = self._engine.capacity
@@ -91,14 +95,18 @@ class Worker:
 
     def run(self) -> int:
         heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        hands = threading.Thread(target=self._hand_over, name="hand-over", daemon=True)
         with self._lock:
             heart.start()
+            hands.start()
             log.info("ready at %s", self._channel.address)
             while self._turn():
                 pass
             self._engine.close()
             self._inbox.tell_frontends(Goodbye())
             self._channel.close()
+            self._has_ended = True
+            self._reported.release()
         log.info("worker ends")
         return 0
 
@@ -113,7 +121,8 @@ class Worker:
             return False
         for peer, message in self._channel.receive(HEARTBEAT_S if self._waits else 0.0):
             self._inbox.take(peer, message)
-        for report in self._engine.mailbox.take():
+        reports, self._reports = self._reports, []
+        for report in (*reports, *self._engine.mailbox.take()):
             self._scheduler.report(report)
         self._look_if_due()
         was_idle = self._scheduler.is_idle
@@ -178,12 +187,30 @@ class Worker:
         self._channel.alive()
         self._inbox.forget_owners()
 
-    def _beat(self) -> None:
+    def _on_report(self) -> None:
+        """A rank has reported a room; called in any thread."""
+        self._channel.wake()
+        self._reported.release()
+
+    def _hand_over(self) -> None:
+        """Complete hand-offs while a step executes; between steps the loop is faster."""
         while True:
+            self._reported.acquire()
+            with self._lock:
+                if self._has_ended:
+                    return
+                for report in self._engine.mailbox.take():
+                    if not self._scheduler.report_in_step(report):
+                        self._reports.append(report)
+                self._inbox.send_notes()
+
+    def _beat(self) -> None:
+        while not self._has_ended:
             time.sleep(HEARTBEAT_S)
             if self._lock.acquire(blocking=False):  # else the loop is awake and beats itself
                 try:
-                    self._heartbeat_if_due(HEARTBEAT_S)
+                    if not self._has_ended:
+                        self._heartbeat_if_due(HEARTBEAT_S)
                 finally:
                     self._lock.release()
 

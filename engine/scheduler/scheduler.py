@@ -111,6 +111,15 @@ class Scheduler:
             self.counts["handoffs_failed"] += 1
             self._fail_room(req, f"the KV could not be handed over: {report.error}")
 
+    def report_in_step(self, report: RoomReport) -> bool:
+        """`report` between `plan` and `update`: where the request's prefill was complete before and
+        nothing has failed. False, and nothing has changed, elsewhere."""
+        req = self.prefill_side.get(report.room)
+        if req is None or report.status == "failed" or self._reqs.get(req.rid) is req:
+            return False
+        self.report(report)
+        return True
+
     def close_rooms_of(self, rid: str) -> None:
         """The front end that had the request is gone, and its prefill was complete."""
         for req in self.prefill_side.of_request(rid):

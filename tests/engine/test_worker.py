@@ -1,0 +1,112 @@
+"""The worker's loop around a real engine, over a real socket."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.channel import Channel
+from engine.config import WorkerConfig
+from engine.handoff.room import Reservation
+from engine.loading import load_engine
+from engine.messages import Drain, Handoff, Outputs, Prefill
+from engine.plan import StepPlan, StepResult
+from engine.types import Request, SamplingParams
+from engine.worker import Worker
+from kvcache.transfer.loopback import LoopbackEngine, LoopbackNetwork
+from tests.tiny import save_dsa
+
+
+def test_a_finished_hand_off_does_not_wait_for_the_step_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = LoopbackNetwork()
+    monkeypatch.setattr("engine.loading.MooncakeEngine", lambda host, protocol: network.engine())
+    model = save_dsa(tmp_path)
+    address = f"ipc://{tmp_path}/w"
+    config = WorkerConfig(
+        model=str(model),
+        listen_address=address,
+        role="prefill",
+        device="cpu",
+        dtype="float32",
+        max_total_tokens=1024,
+    )
+    engine = load_engine(config)
+    sender = engine.leader.transfer
+    assert isinstance(sender, LoopbackEngine)
+    execute, goes_on, is_held = engine.leader.execute, threading.Event(), threading.Event()
+    steps: list[int] = []
+
+    def held_from_the_second_on(plan: StepPlan) -> StepResult:
+        steps.append(plan.step)
+        if len(steps) > 1:
+            is_held.set()
+            assert goes_on.wait(60)
+        return execute(plan)
+
+    monkeypatch.setattr(
+        type(engine.leader), "execute", lambda self, plan: held_from_the_second_on(plan)
+    )
+    # Where the pages go: another part of this process's memory with the same shape.
+    twin = load_engine(
+        WorkerConfig(
+            model=str(model), listen_address="", role="decode", device="cpu", dtype="float32",
+            max_total_tokens=1024,
+        )
+    )  # fmt: skip
+    assert twin.destination is not None
+    worker = Worker(config, engine, Channel("worker", "w", bind=address))
+    loop = threading.Thread(target=worker.run)
+    loop.start()
+    peers = {kind: Channel(kind, kind) for kind in ("frontend", "worker")}  # type: ignore[arg-type]
+    for peer in peers.values():
+        peer.dial(address)
+
+    def heard(kind: str, wanted: type) -> Any:
+        while True:
+            for _, message in peers[kind].receive(0.1):
+                if isinstance(message, wanted):
+                    return message
+
+    def ask(room: str, page: int) -> None:
+        assert twin.destination is not None
+        peers["worker"].send(
+            address,
+            Prefill(
+                room=room,
+                frontend="frontend",
+                request=Request(
+                    rid=room, token_ids=[5, 6, 7], sampling=SamplingParams(max_tokens=4)
+                ),
+                output_ids=[],
+                attempt=0,
+                reservation=Reservation(
+                    session=twin.destination.session,
+                    pool=twin.destination.pool,
+                    first_position=0,
+                    dst_pages=[page],
+                ),
+            ),
+        )
+
+    stall = sender.stall_next()
+    for kind in peers:
+        heard(kind, object)  # hello: the worker knows us
+    ask("a", 1)
+    assert heard("frontend", Outputs).outs[0].rid == "a"
+    ask("b", 2)
+    assert is_held.wait(60), "the step of b runs"
+    stall.release()
+    assert heard("worker", Handoff).room == "a"
+    goes_on.set()
+    assert heard("worker", Handoff).room == "b"
+    peers["frontend"].send(address, Drain())
+    while loop.is_alive():
+        peers["frontend"].receive(0.05)
+    for peer in peers.values():
+        peer.close()
+    twin.close()
