@@ -3,8 +3,9 @@ front end can stream.
 
     python -m benchmarks.control_plane [--json FILE]
 
-1. The same greedy request, in process and through `plait serve` (front end, router, hand-off): time
-   per output token of each, after the first; the answers must be equal.
+1. One greedy request through `plait serve`, colocated and handed over: what a client waits for each
+   token beyond the time in which the worker computes it (its own plait_step_seconds of the same
+   run); the answers must equal those of an engine in this process.
 2. `plait frontend` on one core with a worker that says tokens as fast as they can be taken, and
    clients that only read: streamed tokens a second, for steps of different batch sizes.
 """
@@ -13,13 +14,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import multiprocessing
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,8 +34,9 @@ from engine.channel import Channel
 from engine.messages import Abort, Heartbeat, Hello, Outputs, Register, Submit
 from engine.pull.cache import default_model_path
 from engine.types import Load, TokenOut
+from server.tokenizer import Tokenizer
 from tests.engine.client import Client
-from tests.served import serving
+from tests.served import Served, serving
 from tests.tiny import save_dsa_chat
 
 NUM_TOKENS = 200
@@ -44,54 +44,64 @@ NUM_RUNS = 5
 TEXT_TOKENS = range(500, 900)  # words of the default model's vocabulary
 
 
-def in_process(model: Path, prompt: list[int]) -> tuple[list[int], float]:
-    """Tokens, and the median time of a decode step."""
+def in_process(model: Path, prompt: list[int]) -> list[int]:
     client = Client(model, max_total_tokens=8192)
     client.submit("r", prompt, max_tokens=NUM_TOKENS, temperature=0.0)
-    times = []
-    while True:
-        started = time.perf_counter()
-        if not client.step():
-            break
-        times.append(time.perf_counter() - started)
-    return client.tokens["r"], statistics.median(times[2:])
+    client.run()
+    return client.tokens["r"]
 
 
-async def through(url: str, prompt: list[int]) -> tuple[list[int], float]:
-    """The same over HTTP: tokens by /tokenize's counterpart are not needed, ids come as text."""
+async def through(url: str, prompt: list[int]) -> tuple[str, float]:
+    """The text, and the mean time between chunks after the second one."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
-    body |= {"stream": True, "ignore_eos": True, "logprobs": 0}
-    arrivals, tokens = [], []
+    body |= {"stream": True, "ignore_eos": True}
+    arrivals, text = [], ""
     async with (
         httpx.AsyncClient(base_url=url, timeout=300, trust_env=False) as http,
         http.stream("POST", "/v1/completions", json=body) as response,
     ):
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                choice = json.loads(line[6:])["choices"][0]
-                tokens += (choice["logprobs"] or {}).get("tokens", [])
+                text += json.loads(line[6:])["choices"][0]["text"]
                 arrivals.append(time.perf_counter())
-    gaps = [b - a for a, b in itertools.pairwise(arrivals[2:])]
-    return tokens, statistics.median(gaps)
+    return text, (arrivals[-1] - arrivals[2]) / (len(arrivals) - 3)
+
+
+def step_seconds(served: Served, role: str) -> tuple[float, float]:
+    """Seconds in steps and their number, of the worker that decodes."""
+    seen = served.metrics()
+    where = f'role="{role}"'
+    return seen("plait_step_seconds_sum", where), seen("plait_step_requests_count", where)
 
 
 def added_latency() -> dict[str, float]:
     prompt = [(7 * i * i + 13 * i) % 190 + 300 for i in range(300)]
+    found = {}
     with tempfile.TemporaryDirectory() as scratch:
         model = save_dsa_chat(Path(scratch) / "tiny", default_model_path())
-        alone = min(in_process(model, prompt)[1] for _ in range(NUM_RUNS))
-        found = {"in_process_ms": 1e3 * alone}
-        told = []
-        for name, flags in (("colocated", ["--colocated"]), ("fleet", [])):
+        expected = Tokenizer.from_folder(model).decode(in_process(model, prompt))
+        for name, role, flags in (
+            ("colocated", "colocated", ["--colocated"]),
+            ("fleet", "decode", []),
+        ):
             with serving(model, *flags) as served:
                 served.wait_ready()
-                runs = [asyncio.run(through(served.url, prompt)) for _ in range(NUM_RUNS)]
+                runs = []
+                asyncio.run(through(served.url, prompt))
+                for _ in range(NUM_RUNS):
+                    served.until(lambda: served.metrics()("plait_requests_running") == 0)
+                    seconds, steps = step_seconds(served, role)
+                    text, gap = asyncio.run(through(served.url, prompt))
+                    served.until(lambda: served.metrics()("plait_requests_running") == 0)
+                    after_s, after = step_seconds(served, role)
+                    step = (after_s - seconds) / (after - steps)
+                    runs.append((gap - step, gap, step))
+                    if text != expected:
+                        raise SystemExit("the answers differ: no figures")
                 served.stop()
-            told.append(runs[0][0])
-            found[f"{name}_ms"] = 1e3 * min(gap for _, gap in runs)
-            found[f"{name}_added_ms"] = found[f"{name}_ms"] - found["in_process_ms"]
-    if told[0] != told[1] or len(told[0]) != NUM_TOKENS:
-        raise SystemExit("the answers differ: no figures")
+            added, gap, step = sorted(runs)[NUM_RUNS // 2]
+            found |= {f"{name}_token_ms": 1e3 * gap, f"{name}_step_ms": 1e3 * step}
+            found[f"{name}_added_ms"] = 1e3 * added
     return found
 
 
