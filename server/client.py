@@ -341,7 +341,9 @@ class EngineClient:
         if worker is None:
             return
         lost = [live for live in self._live.values() if worker in live.workers]
-        logger.warning(
+        is_expected = self.is_draining and not lost
+        logger.log(
+            logging.INFO if is_expected else logging.WARNING,
             "%s worker %s at %s %s with %d requests",
             worker.hello.role,
             worker.hello.instance_id,
