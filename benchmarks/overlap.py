@@ -2,8 +2,8 @@
 
     python -m benchmarks.overlap [--prompts 6] [--json FILE]
 
-Sends long prompts one after another through `plait serve` and reads from /metrics, for all of them:
-seconds that a rank's writes ran, and the tail (first token out until every rank has reported), which
+Sends long prompts one after another through `plait serve` and reads from /metrics, for them all:
+seconds that a rank's writes ran, and the tail (first token out until all ranks have reported), which
 is what a request waits for beyond its prefill.
 """
 
