@@ -3,8 +3,8 @@
     python -m benchmarks.overlap [--prompts 6] [--json FILE]
 
 Sends long prompts one after another through `plait serve` and reads from /metrics, for them all:
-seconds that a rank's writes ran, and the tail (first token out until all ranks have reported), which
-is what a request waits for beyond its prefill.
+seconds in which a rank's writes ran, and the tail, from the first token's being out until all ranks
+have reported, which is what a request waits for beyond its prefill.
 """
 
 from __future__ import annotations
