@@ -115,6 +115,11 @@ class Channel:
         if dialled is not None:
             dialled.close(self._poller)
 
+    def is_up(self, address: str) -> bool:
+        """Whether the connection that was dialled stands."""
+        dialled = self._dialled.get(address)
+        return dialled is not None and dialled.is_up
+
     def alive(self) -> None:
         """Tell every dialled peer that this process is there."""
         frame = self._asked.encode(Alive())
@@ -126,7 +131,10 @@ class Channel:
     def _redial(self, address: str, num_refusals: int = 0) -> None:
         """A new socket, so that nothing meant for the peer before it reaches the next."""
         self.hang_up(address)
-        sock = open_socket(self._context, zmq.DEALER)
+        try:
+            sock = open_socket(self._context, zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise OSError(f"cannot dial {address}: {error}") from error
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
@@ -234,7 +242,7 @@ class Channel:
                 return
             message = self._asked.decode(frames[1]) if len(frames) == 2 else None
             peer = frames[0].decode(errors="replace")
-            if message is None:
+            if message is None or "://" in peer:  # who dials has no address
                 self._drop(peer)
             else:
                 received.append((peer, message))

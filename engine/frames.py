@@ -7,7 +7,8 @@ from typing import Generic, TypeAlias, TypeVar
 import msgspec
 import zmq
 
-MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_CUT_BYTES = 4  # times that: the connection is cut before it is read
 
 T = TypeVar("T")
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
@@ -25,7 +26,9 @@ class Codec(Generic[T]):
         return self._encoder.encode(message)
 
     def decode(self, frame: bytes) -> T | None:
-        """The message, or None when the frame is not one of ours."""
+        """The message, or None when the frame is too large or not one of ours."""
+        if len(frame) > MAX_MESSAGE_BYTES:
+            return None
         try:
             return self._decoder.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -33,11 +36,11 @@ class Codec(Generic[T]):
 
 
 def open_socket(context: Context, kind: int) -> Socket:
-    """A socket of ours: `kind` as zmq.ROUTER. What is larger than MAX_MESSAGE_BYTES breaks the
-    connection that it comes over."""
+    """A socket of ours: `kind` as zmq.ROUTER. What is several times larger than MAX_MESSAGE_BYTES
+    breaks the connection that it comes over."""
     sock = context.socket(kind)
     sock.setsockopt(zmq.LINGER, 1000)  # ms
     sock.setsockopt(zmq.SNDHWM, 0)
     sock.setsockopt(zmq.RCVHWM, 0)
-    sock.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    sock.setsockopt(zmq.MAXMSGSIZE, _CUT_BYTES * MAX_MESSAGE_BYTES)
     return sock

@@ -94,8 +94,7 @@ class Inbox:
 
     def _submit(self, peer: Peer, message: Submit) -> None:
         request, route = message.request, message.route
-        self._owners[request.rid] = peer.name
-        reason = self._unwilling()
+        reason = self._unwilling() or self._in_use(request.rid, message.attempt)
         if not reason and route is not None and self._engine.destination is None:
             reason = "this worker takes no hand-offs"
         if reason:
@@ -112,6 +111,7 @@ class Inbox:
                 self._hand_back(peer, request.rid, message.attempt, "the route has no address")
                 return
             incoming = Incoming(route.room, route.prefill_address, peer.name, message.traceparent)
+        self._owners[request.rid] = peer.name
         self._stopwatch.begin(message)
         self.send(
             self._scheduler.submit(request, message.output_ids, message.attempt, incoming=incoming)
@@ -121,11 +121,15 @@ class Inbox:
         if self._scheduler.prefill_side.get(message.room) is not None:
             self._refuse("duplicate_room", f"room {message.room} was asked for twice")
             return
-        reason = self._unwilling() or self._unfit(message)
+        rid = message.request.rid
+        reason = self._unwilling() or self._in_use(rid, message.attempt) or self._unfit(message)
         if reason:
+            owner = self._peers.named(message.frontend)
+            if owner is not None:  # itself, so that it knows whose queue is full
+                self._hand_back(owner, rid, message.attempt, reason)
+                reason = ""
             self._channel.send(peer.identity, RoomClosed(room=message.room, reason=reason))
             return
-        rid = message.request.rid
         self._owners[rid] = message.frontend
         outgoing = Outgoing(
             room=message.room,
@@ -143,6 +147,13 @@ class Inbox:
         if self.is_draining:
             return "the worker is shutting down"
         return "the worker's queue is full" if self._is_overloaded else ""
+
+    def _in_use(self, rid: str, attempt: int) -> str:
+        """Only a later attempt takes the place of an earlier one."""
+        if self._scheduler.attempt_of(rid) < attempt or not self._scheduler.knows(rid):
+            return ""
+        self._refuse("request_id", f"request id {rid!r} is in use")
+        return "the request id is in use"
 
     @property
     def _is_overloaded(self) -> bool:
@@ -205,7 +216,12 @@ class Inbox:
             log.warning("%s %s has fallen silent", peer.kind, peer.name)
             self._lose(peer)
         for address in self._upstreams.look():
+            if not self._channel.is_up(address):  # what was to be said there was never heard
+                self._channel.hang_up(address)
             self._scheduler.lose_prefill(address)
+            if not self._scheduler.decode_side.has(address):
+                self._channel.hang_up(address)
+                self._upstreams.remove(address)
         self._scheduler.decode_side.look()
 
     def _lose(self, peer: Peer) -> None:
@@ -248,20 +264,22 @@ class Inbox:
                 peer = self._peers.named(self._owners.get(note.message.rid, ""))
                 to = peer.identity if peer is not None else None
             elif "://" in note.to:
-                to = self._dial(note.to)
+                to = self._dial(note.to, note.message)
             else:
                 peer = self._peers.named(note.to)
                 to = peer.identity if peer is not None else None
             if to is not None:
                 self._channel.send(to, note.message)
 
-    def _dial(self, address: str) -> str | None:
+    def _dial(self, address: str, message: object) -> str | None:
         """The address, where it is one."""
         try:
             self._channel.dial(address)
         except OSError as error:
             self._refuse("address", str(error))
-            self._scheduler.lose_prefill(address)  # its notes are sent the next time
+            # Notes of these are sent the next time.
+            if isinstance(message, Prefill):  # nobody was asked: no byte can come
+                self._scheduler.room_closed(RoomClosed(room=message.room, reason=str(error)))
             return None
         self._upstreams.asked(address)
         return address

@@ -59,6 +59,7 @@ _EVENTS = (
 )
 _REASONS = (
     "address",
+    "request_id",
     "connection",
     "unregistered",
     "duplicate_room",

@@ -83,7 +83,12 @@ class Upstreams:
 
     def asked(self, address: str) -> None:
         """Something was sent there: an answer, or a sign of life, is expected from now on."""
-        self._by_address.setdefault(address, _Upstream())
+        upstream = self._by_address.setdefault(address, _Upstream())
+        if upstream.num_silent_looks > MAX_SILENT_LOOKS:  # whoever is there now is given time
+            upstream.num_silent_looks = 0
+
+    def remove(self, address: str) -> None:
+        self._by_address.pop(address, None)
 
     def heard(self, address: str, instance_id: str | None = None) -> bool:
         """Whether another process than before listens there now."""

@@ -50,6 +50,7 @@ class DecodeSide:
         self._running = running
         self._notes = notes
         self._destination = destination
+        self._wanted: set[str] = set()  # of requests that wait for pages
         self._rooms: dict[str, Req] = {}
         self._fences: dict[str, _Fence] = {}
 
@@ -65,7 +66,21 @@ class DecodeSide:
         return sum(len(fence.pages) for fence in self._fences.values())
 
     def knows(self, room: str) -> bool:
-        return room in self._rooms or room in self._fences
+        return room in self._rooms or room in self._fences or room in self._wanted
+
+    def expect(self, req: Req) -> None:
+        """The request waits for pages; its room is taken from now on."""
+        self._wanted.add(_room(req).room)
+
+    def give_up(self, req: Req) -> None:
+        """The request has ended while it waited for pages."""
+        self._wanted.discard(_room(req).room)
+
+    def has(self, prefill_address: str) -> bool:
+        """A room or a fence that this prefill group may yet say something about."""
+        rooms = (_room(req).prefill_address for req in self._rooms.values())
+        fences = (fence.prefill_address for fence in self._fences.values())
+        return prefill_address in {*rooms, *fences}
 
     def get(self, room: str) -> Req | None:
         return self._rooms.get(room)
@@ -75,6 +90,7 @@ class DecodeSide:
         incoming = _room(req)
         if self._destination is None:
             raise AssertionError("this worker has no transfer engine")
+        self._wanted.discard(incoming.room)
         self._rooms[incoming.room] = req
         first = req.num_tree // page_size
         num_pages = -(-len(req.token_ids) // page_size)

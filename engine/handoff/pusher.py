@@ -27,6 +27,10 @@ from kvcache.transfer.plan import plan_writes
 log = logging.getLogger("plait.pusher")
 
 _NUM_TRIES = 2
+# A process that was held up for longer than this (stopped, suspended) does not know what has become
+# of its rooms: it gives them up. Well below LATE_BYTES_S, after which their pages may be others'.
+_MAX_PAUSE_S = 10.0
+_PULSE_S = 0.5
 
 Task: TypeAlias = Callable[["_Room"], None]
 
@@ -43,6 +47,7 @@ class _Room:
     error: str = ""
     num_pages: int = 0
     num_bytes: int = 0
+    num_pauses: int = 0  # that the process had been through when the room was opened
     seconds: float = 0.0
     busy_since: float = 0.0
 
@@ -61,6 +66,40 @@ class _Room:
         return "done" if self.has_last else None
 
 
+class Pulse:
+    """Notices that this process was held up: a thread that looks at the clock, and so does who asks.
+    `clock_s` goes on while a process, or its machine, is stopped."""
+
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        self._clock_s = clock_s
+        self._lock = threading.Lock()
+        self._last_s = clock_s()
+        self._num_pauses = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread.start()
+
+    def num_pauses(self) -> int:
+        """How often the process was held up for more than _MAX_PAUSE_S until now."""
+        with self._lock:
+            now = self._clock_s()
+            self._num_pauses += now - self._last_s > _MAX_PAUSE_S
+            self._last_s = now
+            return self._num_pauses
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_PULSE_S):
+            self.num_pauses()
+
+
+def _boot_clock_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Pusher:
     """Verbs in order: open a room, push its chunks, close it where it is to end early.
 
@@ -77,6 +116,7 @@ class Pusher:
         engine: TransferEngine,  # with the pool registered
         rank: int,
         report: Callable[[RoomReport], None],
+        clock_s: Callable[[], float] = _boot_clock_s,
     ) -> None:
         self._pool = pool
         self._record = pool.record()
@@ -86,6 +126,7 @@ class Pusher:
         self._rooms: dict[str, _Room] = {}
         self._tasks: queue.SimpleQueue[tuple[str, Task | Reservation] | None] = queue.SimpleQueue()
         self._is_closing = False
+        self._pulse = Pulse(clock_s)
         self._thread = threading.Thread(target=self._run, name="pusher", daemon=True)
         self._thread.start()
 
@@ -114,6 +155,7 @@ class Pusher:
         the engine first, which fails what is in flight. A second call does nothing."""
         self._tasks.put(None)
         self._thread.join()
+        self._pulse.close()
 
     def _record_event(self) -> torch.Event | None:
         device = self._pool.device
@@ -141,7 +183,7 @@ class Pusher:
         if name in self._rooms:
             log.error("room %s on rank %d is open already", name, self._rank)
             return
-        room = self._rooms[name] = _Room(name, reservation)
+        room = self._rooms[name] = _Room(name, reservation, num_pauses=self._pulse.num_pauses())
         if self._is_closing:
             self._step(room, self._close)
 
@@ -212,6 +254,9 @@ class Pusher:
         return ours, np.array(reservation.dst_pages, dtype=np.int64)[where]
 
     def _start(self, writes: Writes, num_pages: int, num_tries: int, room: _Room) -> None:
+        if self._pulse.num_pauses() != room.num_pauses:
+            self._fail(f"rank {self._rank} was held up for more than {_MAX_PAUSE_S:g} s", room)
+            return
         if not room.in_flight:
             room.busy_since = time.monotonic()
         future = self._engine.write(room.reservation.session, writes)

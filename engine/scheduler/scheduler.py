@@ -91,6 +91,8 @@ class Scheduler:
         self._waiting.push(req)
         if outgoing is not None:
             self.prefill_side.add(req)
+        if incoming is not None:
+            self.decode_side.expect(req)
         return []
 
     def abort(self, rid: str, attempt: int | None = None) -> list[TokenOut]:
@@ -193,6 +195,11 @@ class Scheduler:
             return (
                 f"{req.num_prompt} prompt tokens and max_tokens {req.sampling.max_tokens} exceed "
                 f"the context length of {self._context_length}"
+            )
+        if req.incoming is not None and len(req.token_ids) >= self._context_length:
+            return (
+                f"{len(req.token_ids)} tokens fill the context length of {self._context_length}: "
+                "there is nothing to decode"
             )
         bad = [t for t in req.token_ids if not 0 <= t < self._vocab_size]
         bad += [t for t in req.sampling.logit_bias if not 0 <= t < self._vocab_size]
@@ -380,6 +387,8 @@ class Scheduler:
         if req.req_index < 0:
             del self._reqs[req.rid]
             self._waiting.remove(req)
+            if req.incoming is not None:
+                self.decode_side.give_up(req)
         else:
             self._drop(req)
             if req.incoming is not None:
@@ -400,6 +409,11 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not self._reqs and not len(self.prefill_side)
+
+    def attempt_of(self, rid: str) -> int:
+        """Of the request of that id that waits or runs; -1 where there is none."""
+        req = self._reqs.get(rid)
+        return req.attempt if req is not None else -1
 
     def knows(self, rid: str) -> bool:
         """It may yet have something to say about this request."""

@@ -42,8 +42,8 @@ class Candidate:
         return max(self.live_tokens, self.waiting_tokens)
 
     def num_pages(self, num_prompt_tokens: int) -> int:
-        """Pages the prompt takes here; where decoding follows, with its first token."""
-        num_tokens = num_prompt_tokens + (self.role != "prefill")
+        """Pages the prompt takes here; a decode worker takes it with its first token."""
+        num_tokens = num_prompt_tokens + (self.role == "decode")
         return -(-num_tokens // self.page_size)
 
 

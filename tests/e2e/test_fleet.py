@@ -33,7 +33,7 @@ def fleet_asks() -> list[Ask]:
     words = ["river", "stone", "bread", "moon", "train", "old", "blue", "seven", "happy", "music"]
     asks = []
     for number in range(30):
-        num_words = (3, TOPK, 60, 130, 900)[number % 5]
+        num_words = (3, TOPK, 60, 130, 1100)[number % 5]
         text = " ".join(draw.choice(words) for _ in range(num_words))
         body: dict[str, Any] = {"model": "tiny", "stream": True, "ignore_eos": True}
         body |= {"max_tokens": draw.randrange(1, 40), "logprobs": True}

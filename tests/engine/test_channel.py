@@ -251,7 +251,9 @@ def test_an_oversize_message_costs_its_sender_the_connection_and_others_nothing(
     frontend = ends.channels[-1]
     identity = ends.identity("w", "f")
     ends.identity("w", "g")
-    frontend.send(address, CloseRoom("x" * 20_000))
+    frontend.send(address, CloseRoom("x" * 20_000))  # read, counted and dropped
+    ends.until(lambda: worker.num_malformed == 1)
+    frontend.send(address, CloseRoom("x" * 50_000))  # not even read
     ends.until(lambda: ends.messages("g", Disconnected))
     ends.until(lambda: len(ends.messages("w", Register)) == 3)  # it is back
     frontend.send(address, CloseRoom("x" * 5_000))

@@ -44,6 +44,12 @@ class Wire:
     def dial(self, address: str) -> None:
         assert address == PREFILL
 
+    def is_up(self, address: str) -> bool:
+        return True
+
+    def hang_up(self, address: str) -> None:
+        assert address == PREFILL
+
     def send(self, peer: str, message: Any) -> None:
         # Over the wire and back: what cannot be encoded shows here.
         union = ToWorker if peer == PREFILL else ToDialer

@@ -12,8 +12,10 @@ import pytest
 from msgspec.structs import replace
 
 from engine.channel import Disconnected
-from engine.handoff.decode_side import LEASE_LOOKS
-from engine.messages import Abort, Handoff, Prefill, RoomClosed
+from engine.handoff.decode_side import GONE_LOOKS, LEASE_LOOKS
+from engine.messages import Abort, Handoff, Hello, Prefill, RoomClosed
+from engine.peers import LOOK_S
+from kvcache.transfer.base import LATE_BYTES_S
 from kvcache.transfer.digest import page_digest
 from kvcache.transfer.loopback import LoopbackEngine, LoopbackNetwork
 from tests.engine.client import Client
@@ -21,6 +23,10 @@ from tests.engine.handoff.pair import DECODE, FRONT, PREFILL, Pair
 from tests.tiny import save_dsa, save_llama, save_mla
 
 PAGE = 64
+HELLO = Hello(
+    instance_id="", role="prefill", pid=1, host="", model="", vocab_size=199, context_length=1024,
+    page_size=PAGE, total_pages=16,
+)  # fmt: skip
 SAVES = {"dsa": save_dsa, "mla": save_mla, "gqa": save_llama}
 LENGTHS = (1, 2, 63, 64, 65, 130, 300)
 POOL = {"max_total_tokens": 16 * PAGE, "chunked_prefill_size": 100}
@@ -266,6 +272,63 @@ def test_unknown_and_duplicate_rooms_are_refused_and_counted(pair: Pair) -> None
     pair.assert_all_given_back()
 
 
+def test_a_room_is_taken_from_its_submission_on(pair: Pair) -> None:
+    """Also while its request waits for pages."""
+    pair.submit("big", prompt(900), max_tokens=40, temperature=0.0)
+    pair.turn()
+    pair.submit("a", prompt(300, 1), room="same", temperature=0.0)
+    pair.submit("b", prompt(300, 2), room="same", temperature=0.0)
+    assert pair.decode.scheduler.load.num_waiting == 1
+    assert pair.decode.inbox.refused["duplicate_room"] == 1
+    assert [m.rid for m in pair.hand_backs] == ["b"]
+    pair.abort("big")
+    pair.run()
+    assert len(pair.tokens("a")) == 12
+    pair.submit("c", prompt(30), room="same", temperature=0.0)
+    pair.run()
+    assert len(pair.tokens("c")) == 12, "it is free again"
+    pair.assert_all_given_back()
+
+
+def test_a_request_that_fills_the_context_is_refused_not_reserved(pair: Pair) -> None:
+    pair.submit("r", prompt(16 * PAGE), max_tokens=0, temperature=0.0)
+    pair.run()
+    assert "nothing to decode" in pair.end("r").error
+    pair.assert_all_given_back()
+
+
+def test_a_request_id_in_use_does_not_change_its_owner(pair: Pair) -> None:
+    pair.submit("r", prompt(250), temperature=0.0)
+    pair.turn()
+    pair.submit("r", prompt(30), room="another", temperature=0.0)
+    assert pair.decode.inbox.refused["request_id"] == 1
+    pair.run()
+    assert len(pair.tokens("r")) == 12
+    pair.assert_all_given_back()
+
+
+def test_a_lease_outlasts_all_late_bytes() -> None:
+    assert LEASE_LOOKS * LOOK_S >= LATE_BYTES_S
+    assert GONE_LOOKS * LOOK_S < LATE_BYTES_S
+
+
+def test_another_process_at_the_address_shortens_the_lease(pair: Pair) -> None:
+    stall = sender(pair).stall_next()
+    pair.submit("r", prompt(64), temperature=0.0)
+    while not stall.reached.is_set():
+        pair.turn()
+    pair.decode.inbox.take(PREFILL, Disconnected())
+    pair.decode.inbox.send_notes()
+    assert pair.decode.scheduler.load.fenced_pages == 2
+    for instance in ("first", "second"):  # what was there, as it was heard, and what is now
+        pair.decode.inbox.take(PREFILL, replace(HELLO, instance_id=instance))
+    for _ in range(GONE_LOOKS):
+        assert pair.decode.scheduler.load.fenced_pages == 2
+        pair.look()
+    assert pair.decode.scheduler.load.fenced_pages == 0
+    stall.release()
+
+
 @pytest.mark.parametrize("fault", ["geometry", "page", "too few", "frontend"])
 def test_a_reservation_that_does_not_fit_is_refused(pair: Pair, fault: str) -> None:
     pair.submit("r", prompt(100), temperature=0.0)
@@ -304,6 +367,7 @@ def test_a_later_attempt_overtakes_the_abort_of_the_earlier(pair: Pair) -> None:
     )
     pair.submit("r", prompt(250), attempt=1, temperature=0.0)
     pair.turn()
+    pair.deliver()
     pair.prefill.inbox.take(FRONT, Abort("r", 0))
     pair.run()
     assert [out.attempt for out in pair.outs["r"] if out.ids] == [1] * 12

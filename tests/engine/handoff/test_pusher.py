@@ -409,3 +409,37 @@ def test_the_values_travel() -> None:
     reservation = Decode(LoopbackNetwork().engine()).reserve([3, 4], 2)
     wire = msgspec.msgpack.encode(reservation)
     assert msgspec.msgpack.decode(wire, type=Reservation) == reservation
+
+
+def test_a_process_that_was_held_up_gives_up_the_rooms_it_had() -> None:
+    """Their pages may be others' by now; rooms opened since are served."""
+    now = [1000.0]
+    network = LoopbackNetwork()
+    decode, engine = Decode(network.engine()), network.engine()
+    pool = random_pool(MLA, 8, 1)
+    decode.pool = random_pool(MLA, NUM_DECODE_PAGES, 2)
+    register_pool(decode.engine, decode.pool.record())
+    register_pool(engine, pool.record())
+    reports: queue.Queue[RoomReport] = queue.Queue()
+    pusher = Pusher(pool, engine, 0, reports.put, clock_s=lambda: now[0])
+    pusher.open("short", decode.reserve([3]))
+    pusher.open("long", decode.reserve([4, 5]))
+    now[0] += 9.0
+    pusher.push("short", [1], [0], True)
+    assert reports.get(timeout=WAIT_S).status == "done"
+    pusher.push("long", [2], [0], False)
+    while not engine.written[1:]:
+        pass
+    now[0] += 60.0
+    pusher.push("long", [3], [1], True)
+    report = reports.get(timeout=WAIT_S)
+    assert (report.room, report.status) == ("long", "failed")
+    assert "was held up" in report.error
+    num_written = len(engine.written)
+    pusher.open("after", decode.reserve([6]))
+    pusher.push("after", [4], [0], True)
+    assert reports.get(timeout=WAIT_S).status == "done"
+    assert len(engine.written) > num_written
+    engine.close()
+    pusher.close()
+    decode.engine.close()
