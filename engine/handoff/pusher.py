@@ -67,7 +67,7 @@ class _Room:
 
 
 class Pulse:
-    """Notices that this process was held up: a thread that looks at the clock, and so does who asks.
+    """Notices that this process was held up: a thread looks at the clock, and so does who asks.
     `clock_s` goes on while a process, or its machine, is stopped."""
 
     def __init__(self, clock_s: Callable[[], float]) -> None:
