@@ -32,6 +32,10 @@ class Copy(Protocol):
         """Never waits. Raises what the copy raised."""
         ...
 
+    def wait(self) -> None:
+        """Until the copy has ended, however; from any thread."""
+        ...
+
     @property
     def seconds(self) -> float:
         """From the first step's begin to the last one's end, once it is done."""
@@ -97,6 +101,9 @@ class _ThreadCopy:
             raise self._error
         return self._passed[-1].is_set()
 
+    def wait(self) -> None:
+        self._passed[-1].wait()
+
 
 class StreamCopier:
     """One stream a lane. Every tensor that a step uses must outlive the copy."""
@@ -136,6 +143,9 @@ class _StreamCopy:
 
     def is_done(self) -> bool:
         return bool(self._passed[-1].query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._passed[-1].synchronize()
 
     @property
     def seconds(self) -> float:

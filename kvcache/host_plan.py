@@ -3,9 +3,12 @@ put into a step plan as they are. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
+
+# When what the device has is backed up: see kvcache.tiered_cache.
+WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 
 
 class Backup(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,11 +3,13 @@
 Executes the items that the leader has decided (kvcache.host_plan) for the pages that this rank
 owns, and says when each is done. Allocates and evicts nothing, never waits but for a layer that a
 forward asks for. Calls, in order: `start` for each item of a step's orders, load-backs first; in
-the forward `wait_layer` before anything of the layer's cache is read; `poll` whenever it suits.
+the forward `wait_layer` before anything of the layer's cache is read; `poll` whenever it suits,
+from any thread.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -51,6 +53,7 @@ class HostTier:
         self.wait_s = 0.0
         self._pool = pool
         self._copier = new_copier(pool.device) if copier is None else copier
+        self._lock = threading.Lock()  # of the two that follow
         self._running: list[_Running] = []
         self._acknowledged: list[int] = []  # for the next poll
         # Of each buffer: the pool's pages [layers, row pages, elements of a page in a layer], and
@@ -79,14 +82,15 @@ class HostTier:
     def total_bytes(self) -> int:
         return self._objects.nbytes
 
-    def start(self, item: HostItem) -> None:
-        """Begin this rank's part of an item. Where it owns none of the pages the item is done.
+    def start(self, item: HostItem) -> Copy | None:
+        """Begin this rank's part of an item. None: it owns none of the pages, the item is done.
         ValueError, and nothing has begun, where a device page and its host page have different
         owners: their bytes would cross ranks."""
         device_rows, host_rows = self._owned_rows(item)
         if not len(host_rows):
-            self._acknowledged.append(item.id)
-            return
+            with self._lock:
+                self._acknowledged.append(item.id)
+            return None
         device_rows = device_rows.to(self._pool.device)
         host_rows = host_rows.to(self._pool.device)
         if isinstance(item, LoadBack):
@@ -99,7 +103,9 @@ class HostTier:
             out: list[Step] = [partial(self._back_up, device_rows, host_rows)]
             copy = self._copier.start("out", out)
         num_bytes = len(host_rows) * self.page_bytes
-        self._running.append(_Running(item, copy, num_bytes, (device_rows, host_rows)))
+        with self._lock:
+            self._running.append(_Running(item, copy, num_bytes, (device_rows, host_rows)))
+        return copy
 
     def wait_layer(self, layer: int) -> None:
         """What the caller reads next of `layer`, latent rows and index keys alike, is as the
@@ -113,17 +119,18 @@ class HostTier:
     def poll(self) -> list[int]:
         """Ids of the items that are done on this rank and were not named before; never waits.
         Raises what a copy raised."""
-        done, self._acknowledged = self._acknowledged, []
-        still: list[_Running] = []
-        for running in self._running:
-            if not running.copy.is_done():
-                still.append(running)
-                continue
-            kind = "backup" if isinstance(running.item, Backup) else "load_back"
-            self.num_bytes[kind] += running.num_bytes
-            self.seconds[kind] += running.copy.seconds
-            done.append(running.item.id)
-        self._running = still
+        with self._lock:
+            done, self._acknowledged = self._acknowledged, []
+            still: list[_Running] = []
+            for running in self._running:
+                if not running.copy.is_done():
+                    still.append(running)
+                    continue
+                kind = "backup" if isinstance(running.item, Backup) else "load_back"
+                self.num_bytes[kind] += running.num_bytes
+                self.seconds[kind] += running.copy.seconds
+                done.append(running.item.id)
+            self._running = still
         return done
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ allocation policy: who owns a page is the layout's map, which page is free the a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -69,6 +69,8 @@ class KVPool:
         self._values = buffer(num_gqa, *heads)
         self._index_keys = buffer(len(g.index_layers), g.index_dim)  # [indexers, rows, index_dim]
         self._index_slot = {layer: slot for slot, layer in enumerate(g.index_layers)}
+        # Called with the layer before its rows are read: they may still be on their way.
+        self.before_read: Callable[[int], None] = lambda layer: None
 
     @classmethod
     def create(
@@ -185,8 +187,9 @@ class KVPool:
         page holds beyond its request's last token is anything."""
         if source == "kv":
             half = self.width("kv") // 2
-            for buffer, part in ((self._keys, out[..., :half]), (self._values, out[..., half:])):
-                part.copy_(buffer[layer].view(-1, self.page_size, half)[row_pages])
+            both = ((self.keys(layer), out[..., :half]), (self.values(layer), out[..., half:]))
+            for rows, part in both:
+                part.copy_(rows.view(-1, self.page_size, half)[row_pages])
             return
         rows = self.latent(layer) if source == "latent" else self.index_keys(layer)
         torch.index_select(rows.view(-1, self.page_size, rows.shape[1]), 0, row_pages, out=out)
@@ -214,20 +217,29 @@ class KVPool:
         tokens = self._layout.owned_by_this_rank(locs).nonzero()[:, 0]
         return Destination(rows[tokens], tokens)
 
+    # What is read goes through these four.
+
     def latent(self, layer: int) -> torch.Tensor:
         """[rows, latent_dim]: latent KV, then the roped key."""
+        self.before_read(layer)
         return self._latent[layer]
 
     def keys(self, layer: int) -> torch.Tensor:
         """[rows, num_kv_heads, head_dim]"""
+        self.before_read(layer)
         return self._keys[layer]
 
     def values(self, layer: int) -> torch.Tensor:
         """[rows, num_kv_heads, head_dim]"""
+        self.before_read(layer)
         return self._values[layer]
 
     def index_keys(self, layer: int) -> torch.Tensor:
         """[rows, index_dim]. Raises ValueError for a layer without an indexer of its own."""
+        self.before_read(layer)
+        return self._index_rows(layer)
+
+    def _index_rows(self, layer: int) -> torch.Tensor:
         slot = self._index_slot.get(layer)
         if slot is None:
             raise ValueError(
@@ -256,4 +268,4 @@ class KVPool:
 
     def store_index_key(self, layer: int, to: Destination, key: torch.Tensor) -> None:
         """key: [T, index_dim]. Raises ValueError for a layer without an indexer of its own."""
-        store_rows(self.index_keys(layer), to.rows, to.tokens, key)
+        store_rows(self._index_rows(layer), to.rows, to.tokens, key)

@@ -17,6 +17,7 @@ free_pages + held_pages + evictable_pages + locked_pages = total_pages.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -85,6 +86,7 @@ class PrefixCache:
         self._events = events
         self._is_cached = bytearray(allocator.total_pages + 1)  # by page: 1 where it is the tree's
         self._last_eviction = (0, 0)  # pages asked for, pages evicted
+        self.counts: Counter[str] = Counter()  # of a host tier, cumulative: see TieredCache
 
     def _new_tree(self, events: EventLog | None) -> RadixTree:
         return RadixTree(self.page_size, self._allocator.num_lanes, events)
@@ -251,6 +253,18 @@ class PrefixCache:
     def take_orders(self) -> HostOrders:
         """The copies that begin with this step."""
         return HostOrders()
+
+    def acknowledge(self, item_id: int, rank: int) -> bool:
+        """See TieredCache.acknowledge. Here no item is ever under way: ValueError."""
+        raise ValueError(f"item {item_id} is not under way; there is no host tier")
+
+    @property
+    def total_host_pages(self) -> int:
+        return 0
+
+    @property
+    def free_host_pages(self) -> int:
+        return 0
 
     @property
     def num_under_way(self) -> int:

@@ -28,14 +28,13 @@ when it has left both.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import get_args
 
 from kvcache.allocator import CPSharedPagedAllocator, count_lanes, lane_of_page
 from kvcache.copies_under_way import CopiesUnderWay
 from kvcache.events import EventLog
-from kvcache.host_plan import Backup, HostItem, HostOrders, LoadBack
+from kvcache.host_plan import Backup, HostItem, HostOrders, LoadBack, WritePolicy
 from kvcache.prefix_cache import (
     LOAD_BACK_THRESHOLD,
     Inserted,
@@ -47,8 +46,6 @@ from kvcache.prefix_cache import (
 from kvcache.radix_tree import Node, PageKeys
 from kvcache.tiered_tree import TieredTree
 
-WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
-
 _SELECTIVE_HITS = 2
 _CLEAN_SHARE = 8  # write_back keeps one page in so many free, so that allocations find some
 
@@ -57,7 +54,7 @@ class TieredCache(PrefixCache):
     """`num_ranks` acknowledge each item: all of the group, whoever owns the pages. Nothing is
     thread-safe.
 
-    `counts`, cumulative: `backups_` and `load_backs_started`, `_finished`;
+    `counts`, cumulative: `backups_` and `load_backs_started`, `_finished`; `loaded_back_tokens`;
     `backups_skipped_no_host_pages`; `load_backs_skipped_` with each SkipReason, once a call that
     found something on the host; `evicted_device_pages`, `dropped_device_pages` (those of them that
     had no backup), `evicted_host_pages`.
@@ -88,7 +85,6 @@ class TieredCache(PrefixCache):
             )
         super().__init__(allocator, events)
         self.policy: WritePolicy = policy
-        self.counts: Counter[str] = Counter()
         self._host = host_allocator
         self._under_way = CopiesUnderWay(allocator.num_lanes if num_ranks is None else num_ranks)
         self._due: dict[Node, None] = {}  # to be backed up, in order
@@ -181,6 +177,7 @@ class TieredCache(PrefixCache):
             self._is_cached[page] = 1
         item = self._under_way.load_back(last, host_pages, device_pages)  # with the lock from above
         self.counts["load_backs_started"] += 1
+        self.counts["loaded_back_tokens"] += match.num_host_tokens
         pages = match.pages + device_pages
         return LoadedBack(Match(pages, last, len(pages) * self.page_size), item)
 

@@ -15,11 +15,11 @@ import torch
 from kvcache.allocator import CPSharedPagedAllocator, lane_of_page
 from kvcache.events import EventLog, page_hashes
 from kvcache.host_copies import Lane, Step, ThreadCopier
-from kvcache.host_plan import Backup, HostOrders, LoadBack
+from kvcache.host_plan import Backup, HostOrders, LoadBack, WritePolicy
 from kvcache.host_tier import HostTier
 from kvcache.layout import KVGeometry
 from kvcache.pool import KVPool
-from kvcache.tiered_cache import TieredCache, WritePolicy
+from kvcache.tiered_cache import TieredCache
 
 SALT = b"test"
 DSA = KVGeometry(num_layers=3, latent_dim=5, index_dim=3, index_layers=(0, 2))
@@ -48,6 +48,9 @@ class ManualCopy:
 
     def is_done(self) -> bool:
         return self.num_run == len(self.steps)
+
+    def wait(self) -> None:
+        self.advance(len(self.steps))
 
 
 class ManualCopier:
