@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.types import Role
+from kvcache.host_plan import WritePolicy
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,6 +26,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     shared_kv: bool | None = None  # each rank holds a share of the KV; None: where cp_size > 1
     cp_mode: str = "in-seq-split"  # how tokens are dealt to the ranks
     cp_stream_block_tokens: int | None = None  # context tokens gathered at a time; None: by device
+    hicache: bool = False  # keep in host memory what leaves the device's prefix cache
+    hicache_ratio: float = 2.0  # host pool, in device pools
+    hicache_size: float | None = None  # GB (10**9 bytes) of each rank; None: by the ratio
+    hicache_write_policy: WritePolicy = "write_through"
     hicache_storage_backend: str | None = None
     transfer_protocol: str = "tcp"  # of the hand-off: tcp, rdma, nvlink
     transfer_host: str = "127.0.0.1"  # by which decode workers are reached for it

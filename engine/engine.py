@@ -10,7 +10,8 @@ from engine.capacity import Capacity
 from engine.handoff.decode_side import Destination
 from engine.handoff.pusher import Pusher
 from engine.handoff.room import RoomReport
-from engine.messages import StepDone
+from engine.host_side import HostCopyError, HostSide
+from engine.messages import HostReport, StepDone
 from engine.parallel.group import Group
 from engine.parallel.mesh import Mesh
 from engine.plan import StepPlan, StepResult
@@ -32,10 +33,13 @@ class Rank:
     pool: KVPool
     pusher: Pusher | None = None  # of a prefill group's ranks
     transfer: TransferEngine | None = None  # of those and of decode workers
+    host: HostSide | None = None  # where there is a host tier
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """This rank's part of a step. What the forward raises comes after rooms were opened and
-        closed and before anything is pushed."""
+        """This rank's part of a step. What the forward raises comes after copies between the tiers
+        were begun, rooms opened and closed, and before anything is pushed."""
+        if self.host is not None:
+            self.host.start(plan.host)
         if self.pusher is not None:
             for room in plan.close_rooms:
                 self.pusher.close_room(room)
@@ -50,8 +54,10 @@ class Rank:
                 self.pusher.push(push.room, push.pages, push.positions, push.is_last)
         return result
 
-    def close_transfer(self) -> None:
-        """What is in flight fails."""
+    def close(self) -> None:
+        """Copies under way end; transfers in flight fail."""
+        if self.host is not None:
+            self.host.close()
         if self.transfer is not None:
             self.transfer.close()
         if self.pusher is not None:
@@ -59,18 +65,19 @@ class Rank:
 
 
 class Mailbox:
-    """Room reports on their way to the scheduler: put by any thread, taken by the worker's loop."""
+    """What ranks report beside the steps, on its way to the scheduler: put by any thread, taken by
+    the worker's loop."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[RoomReport] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[RoomReport | HostReport] = queue.SimpleQueue()
         self.on_put: Callable[[], None] | None = None  # wakes who takes
 
-    def put(self, report: RoomReport) -> None:
+    def put(self, report: RoomReport | HostReport) -> None:
         self._queue.put(report)
         if self.on_put is not None:
             self.on_put()
 
-    def take(self) -> list[RoomReport]:
+    def take(self) -> list[RoomReport | HostReport]:
         return [self._queue.get() for _ in range(self._queue.qsize())]
 
 
@@ -85,6 +92,7 @@ class Engine:
     mailbox: Mailbox
     events: EventLog  # of the prefix cache
     reports: list[StepDone] = field(default_factory=list)  # of the other ranks, the last step's
+    host_reports: dict[int, HostReport] = field(default_factory=dict)  # by rank, the last
 
     def execute(self, plan: StepPlan) -> StepResult:
         """One step on all ranks. With one rank, what the forward raises ends that step's requests;
@@ -99,6 +107,17 @@ class Engine:
         self.reports = self.group.finish(plan)
         return result
 
+    def report(self, report: RoomReport | HostReport) -> None:
+        """Fold in what a rank reports beside the steps. Raises HostCopyError where a copy between
+        the tiers has failed: this group must end."""
+        if isinstance(report, RoomReport):
+            self.scheduler.report(report)
+            return
+        if report.error:
+            raise HostCopyError(f"item {report.item} on rank {report.rank}: {report.error}")
+        self.host_reports[report.rank] = report
+        self.scheduler.acknowledge(report.item, report.rank)
+
     @property
     def record(self) -> PoolRecord | None:
         """Of the pool that is handed over from; None where this worker hands nothing over."""
@@ -112,7 +131,7 @@ class Engine:
     def close(self) -> None:
         """End the other ranks."""
         self.group.close()
-        self.leader.close_transfer()
+        self.leader.close()
         self.leader.mesh.close()
 
 

@@ -17,7 +17,8 @@ from engine.config import WorkerConfig
 from engine.engine import Engine, Mailbox, Rank, destination_of
 from engine.handoff.pusher import Pusher
 from engine.handoff.room import RoomReport
-from engine.messages import Setup
+from engine.host_side import HostSide
+from engine.messages import HostReport, Setup
 from engine.model.base import Model
 from engine.model.config import load_config
 from engine.model.registry import ARCHITECTURES, load_model, resolve_dtype
@@ -30,8 +31,10 @@ from kernels.cpu import threads
 from kernels.linear import warm_up
 from kvcache.allocator import CPSharedPagedAllocator
 from kvcache.events import EventLog
+from kvcache.host_size import plan_host_pages, read_host_memory
 from kvcache.pool import KVPool
 from kvcache.prefix_cache import PrefixCache
+from kvcache.tiered_cache import TieredCache
 from kvcache.transfer.base import TransferEngine
 from kvcache.transfer.mooncake import MooncakeEngine
 from kvcache.transfer.plan import register_pool
@@ -67,6 +70,7 @@ def load_engine(config: WorkerConfig) -> Engine:
             store_file=group.store_file,
             page_size=capacity.page_size,
             num_pages=capacity.num_pages,
+            num_host_pages=_plan_host_pages(config, capacity, weights),
             context_length=capacity.context_length,
         )
         group.setup(setup)
@@ -75,13 +79,13 @@ def load_engine(config: WorkerConfig) -> Engine:
     except BaseException:
         group.kill()
         raise
-    _log_capacity(config, weights, capacity)
+    _log_capacity(config, weights, capacity, setup.num_host_pages)
     events = EventLog(config.hash_salt.encode())
     return Engine(
         weights.model.vocab_size,
         weights.bytes_per_token,
         capacity,
-        _build_scheduler(config, capacity, weights.model, leader, events),
+        _build_scheduler(config, capacity, setup, weights.model, leader, events),
         leader,
         group,
         mailbox,
@@ -107,11 +111,11 @@ def build_rank(
     rank: int,
     weights: Weights,
     setup: Setup,
-    report: Callable[[RoomReport], None],
+    report: Callable[[RoomReport | HostReport], None],
 ) -> Rank:
     """Join the other ranks, who all call this at the same time, and lay out this rank's pool. Where
-    the worker hands off, `report` is called from transfer threads. Raises TransferError or
-    TransferUnavailableError, too."""
+    the worker hands off or has a host tier, `report` is called from threads of those. Raises
+    TransferError or TransferUnavailableError, too."""
     device, model = weights.device, weights.model
     store = FileStore(setup.store_file, config.cp_size) if config.cp_size > 1 else None
     mesh = Mesh(rank, config.cp_size, device, store)
@@ -143,7 +147,24 @@ def build_rank(
     pusher = None
     if transfer is not None and config.role == "prefill":
         pusher = Pusher(pool, transfer, rank, report)
-    return Rank(runner, mesh, attention.workspace_bytes, pool, pusher, transfer)
+    host = None
+    if setup.num_host_pages:
+        host = HostSide(pool, setup.num_host_pages, rank, report)
+    return Rank(runner, mesh, attention.workspace_bytes, pool, pusher, transfer, host)
+
+
+def _plan_host_pages(config: WorkerConfig, capacity: Capacity, weights: Weights) -> int:
+    """Of each rank; 0 without a host tier. The ranks of a group share one machine's memory."""
+    if not config.hicache:
+        return 0
+    return plan_host_pages(
+        device_pages=capacity.num_pages,
+        page_bytes=weights.bytes_per_token * capacity.page_size,
+        ratio=config.hicache_ratio,
+        size_gb=config.hicache_size,
+        memory=read_host_memory(),
+        num_sharing=config.cp_size,
+    )
 
 
 def _start_transfer(config: WorkerConfig, pool: KVPool) -> TransferEngine | None:
@@ -154,12 +175,32 @@ def _start_transfer(config: WorkerConfig, pool: KVPool) -> TransferEngine | None
     return engine
 
 
+def _build_cache(
+    config: WorkerConfig, capacity: Capacity, num_host_pages: int, events: EventLog
+) -> PrefixCache:
+    page_size, num_shards = capacity.page_size, capacity.num_shards
+    allocator = CPSharedPagedAllocator(capacity.num_pages, page_size, num_shards)
+    if not num_host_pages:
+        return PrefixCache(allocator, events)
+    return TieredCache(
+        allocator,
+        CPSharedPagedAllocator(num_host_pages, page_size, num_shards),
+        policy=config.hicache_write_policy,
+        num_ranks=config.cp_size,
+        events=events,
+    )
+
+
 def _build_scheduler(
-    config: WorkerConfig, capacity: Capacity, model: Model, leader: Rank, events: EventLog
+    config: WorkerConfig,
+    capacity: Capacity,
+    setup: Setup,
+    model: Model,
+    leader: Rank,
+    events: EventLog,
 ) -> Scheduler:
-    allocator = CPSharedPagedAllocator(capacity.num_pages, capacity.page_size, capacity.num_shards)
     return Scheduler(
-        PrefixCache(allocator, events),
+        _build_cache(config, capacity, setup.num_host_pages, events),
         page_size=capacity.page_size,
         chunk_size=capacity.chunk_size,
         max_running=config.max_running_requests,
@@ -170,7 +211,9 @@ def _build_scheduler(
     )
 
 
-def _log_capacity(config: WorkerConfig, weights: Weights, capacity: Capacity) -> None:
+def _log_capacity(
+    config: WorkerConfig, weights: Weights, capacity: Capacity, num_host_pages: int
+) -> None:
     if config.shards_kv:
         log.info(
             "CP shared KV enabled. physical_tokens_per_rank=%d, logical_tokens=%d, cp_size=%d, "
@@ -190,6 +233,14 @@ def _log_capacity(config: WorkerConfig, weights: Weights, capacity: Capacity) ->
         capacity.physical_tokens * weights.bytes_per_token / 2**30,
         capacity.context_length,
     )
+    if num_host_pages:
+        log.info(
+            "host tier: %d tokens in %d pages (%.2f GiB a rank), %s",
+            num_host_pages * capacity.num_shards * capacity.page_size,
+            num_host_pages * capacity.num_shards,
+            num_host_pages * capacity.page_size * weights.bytes_per_token / 2**30,
+            config.hicache_write_policy,
+        )
 
 
 def _resolve_device(name: str, rank: int = 0) -> torch.device:

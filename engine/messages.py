@@ -152,6 +152,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     store_file: str  # of the rendezvous: a file that only this user can reach
     page_size: int
     num_pages: int  # physical, of each rank
+    num_host_pages: int = 0  # the same of its host pool; 0: there is none
     context_length: int
 
 
@@ -185,6 +186,18 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     step: int
     gathered_bytes: int  # received from other ranks, since the start
     gather_wait_s: float  # waited for them, since the start
+    load_back_wait_s: float = 0.0  # forwards waited for load-backs, since the start
+
+
+class HostReport(msgspec.Struct, frozen=True, kw_only=True, tag="host"):
+    """One from every rank for every copy between the tiers, also where it owned no page: its part
+    is done, or has failed with `error`. The numbers are the rank's, since its start."""
+
+    rank: int
+    item: int
+    error: str = ""
+    num_bytes: dict[str, int] = {}  # "backup", "load_back"
+    seconds: dict[str, float] = {}
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -194,4 +207,4 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
     error: str
 
 
-ToLeader = RankReady | RankBeat | StepDone | RankFailed | RoomReport
+ToLeader = RankReady | RankBeat | StepDone | RankFailed | RoomReport | HostReport

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,6 +13,7 @@ from engine.engine import Engine
 from engine.plan import StepResult
 from engine.stopwatch import HANDOFF_QUEUE, PREFILL, QUEUE, RESERVE_WAIT, TAIL, WAIT
 from engine.types import Load, MetricFamily, MetricSample, Role
+from kvcache.prefix_cache import SkipReason
 
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -57,6 +60,11 @@ _EVENTS = (
     "handed_over",
     "handoffs_failed",
 )
+# Copies between the tiers: by direction, why one is not made
+_SKIPS: dict[str, tuple[str, ...]] = {
+    "backup": ("no_host_pages",),
+    "load_back": get_args(SkipReason),
+}
 _REASONS = (
     "address",
     "request_id",
@@ -109,6 +117,7 @@ class WorkerMetrics:
         metrics = [*self._registry.collect(), *_from_scheduler(load, engine.scheduler.counts)]
         metrics += [*_from_pool(load, engine), *_from_group(engine)]
         metrics += _from_handoffs(load, engine)
+        metrics += _from_host_tier(load, engine)
         malformed = CounterMetricFamily(
             "plait_malformed_messages", "Messages dropped by the worker's channel"
         )
@@ -213,6 +222,97 @@ def _from_handoffs(load: Load, engine: Engine) -> Iterator[Metric]:
         for rank, value in enumerate(by_rank):
             family.add_metric([str(rank)], value)
         yield family
+
+
+def _from_host_tier(load: Load, engine: Engine) -> Iterator[Metric]:
+    if not load.total_host_pages:
+        return
+    counts = engine.scheduler.host_counts
+    pages = GaugeMetricFamily("plait_host_pages", "Pages of the host tier", labels=["state"])
+    pages.add_metric(["cached"], load.total_host_pages - load.free_host_pages)
+    pages.add_metric(["free"], load.free_host_pages)
+    yield pages
+    num_device = engine.capacity.logical_pages - load.free_pages
+    held_tokens = GaugeMetricFamily(
+        "plait_tier_held_tokens", "Room of pages in use, in tokens", labels=["tier"]
+    )
+    held_bytes = GaugeMetricFamily(
+        "plait_tier_held_bytes", "Bytes of pages in use, of all ranks", labels=["tier"]
+    )
+    num_host = load.total_host_pages - load.free_host_pages
+    # Where the KV is not sharded each rank has every page.
+    num_copies = engine.group.size // engine.capacity.num_shards
+    for tier, num_pages in (("device", num_device), ("host", num_host)):
+        num_tokens = num_pages * engine.capacity.page_size
+        held_tokens.add_metric([tier], num_tokens)
+        held_bytes.add_metric([tier], num_tokens * engine.bytes_per_token * num_copies)
+    yield from (held_tokens, held_bytes)
+    yield GaugeMetricFamily(
+        "plait_host_copies", "Copies between the tiers under way", value=engine.scheduler.num_copies
+    )
+    yield CounterMetricFamily(
+        "plait_host_hit_tokens",
+        "Tokens of prefixes that were found in the host tier and loaded back",
+        value=counts["loaded_back_tokens"],
+    )
+    yield from _host_copies(counts)
+    evicted = CounterMetricFamily(
+        "plait_evicted_pages", "Pages evicted from the prefix cache", labels=["tier"]
+    )
+    for tier in ("device", "host"):
+        evicted.add_metric([tier], counts[f"evicted_{tier}_pages"])
+    yield evicted
+    yield CounterMetricFamily(
+        "plait_dropped_pages",
+        "Pages evicted from the device that the host tier did not have",
+        value=counts["dropped_device_pages"],
+    )
+    yield from _host_bytes(engine)
+
+
+def _host_copies(counts: Counter[str]) -> Iterator[Metric]:
+    started = CounterMetricFamily(
+        "plait_host_copies_started", "Copies between the tiers", labels=["direction"]
+    )
+    finished = CounterMetricFamily(
+        "plait_host_copies_finished", "Those that all ranks have done", labels=["direction"]
+    )
+    skipped = CounterMetricFamily(
+        "plait_host_copies_skipped", "Those that were not made", labels=["direction", "reason"]
+    )
+    for direction, reasons in _SKIPS.items():
+        started.add_metric([direction], counts[f"{direction}s_started"])
+        finished.add_metric([direction], counts[f"{direction}s_finished"])
+        for reason in reasons:
+            skipped.add_metric([direction, reason], counts[f"{direction}s_skipped_{reason}"])
+    yield from (started, finished, skipped)
+
+
+def _host_bytes(engine: Engine) -> Iterator[Metric]:
+    labels = ["rank", "direction"]
+    copied = CounterMetricFamily(
+        "plait_host_copied_bytes", "Bytes copied between the tiers", labels=labels
+    )
+    seconds = CounterMetricFamily(
+        "plait_host_copy_seconds", "Time from copies' begin to their end", labels=labels
+    )
+    waited = CounterMetricFamily(
+        "plait_load_back_wait_seconds",
+        "Time that forwards waited for load-backs",
+        labels=["rank"],
+    )
+    for rank in range(engine.group.size):
+        report = engine.host_reports.get(rank)
+        for direction in _SKIPS:
+            num_bytes = report.num_bytes.get(direction, 0) if report is not None else 0
+            copied.add_metric([str(rank), direction], num_bytes)
+            value = report.seconds.get(direction, 0.0) if report is not None else 0.0
+            seconds.add_metric([str(rank), direction], value)
+    waits = {0: engine.leader.host.wait_s if engine.leader.host is not None else 0.0}
+    waits |= {r.rank: r.load_back_wait_s for r in engine.reports}
+    for rank, wait_s in sorted(waits.items()):
+        waited.add_metric([str(rank)], wait_s)
+    yield from (copied, seconds, waited)
 
 
 def _plain(metrics: Iterable[Metric]) -> Iterator[MetricFamily]:

@@ -11,6 +11,7 @@ import msgspec
 
 from engine.handoff.room import Reservation
 from engine.types import SamplingParams, TokenLogprob
+from kvcache.host_plan import HostOrders
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +66,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     open_rooms: list[OpenRoom] = []
     pushes: list[PushPages] = []
     close_rooms: list[str] = []  # push nothing more for these, done before the forward
+    # Copies between the tiers: they begin before the forward, which waits for the load-backs
+    host: HostOrders = msgspec.field(default_factory=HostOrders)
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):

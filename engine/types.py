@@ -81,6 +81,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     locked_pages: int = 0
     fenced_pages: int = 0  # given up, but bytes may still come into them
     num_rooms: int = 0  # hand-offs under way
+    total_host_pages: int = 0  # 0: no host tier
+    free_host_pages: int = 0
     is_draining: bool = False
 
 

@@ -25,9 +25,10 @@ from engine.cluster_key import ClusterKey, ClusterKeyError
 from engine.config import WorkerConfig
 from engine.engine import Engine
 from engine.handoff.room import RoomReport
+from engine.host_side import HostCopyError
 from engine.inbox import HEARTBEAT_S, Inbox
 from engine.loading import load_engine
-from engine.messages import Alive, Goodbye, Heartbeat, Hello
+from engine.messages import Alive, Goodbye, Heartbeat, Hello, HostReport
 from engine.metrics import WorkerMetrics
 from engine.model.config import ConfigError
 from engine.model.weights import WeightError
@@ -60,7 +61,7 @@ class Worker:
         # so that the heart beats during a long one, and what was handed over need not wait for it.
         self._lock = threading.Lock()
         self._reported = threading.Semaphore(0)
-        self._reports: list[RoomReport] = []  # for the loop: they may concern the step
+        self._reports: list[RoomReport | HostReport] = []  # for the loop: they may concern the step
         self._metrics = WorkerMetrics(config.role)
         stopwatch = Stopwatch(self._metrics.observe_stage, tracer)
         self._inbox = Inbox(channel, engine, self._hello(), stopwatch)
@@ -123,7 +124,7 @@ class Worker:
             self._inbox.take(peer, message)
         reports, self._reports = self._reports, []
         for report in (*reports, *self._engine.mailbox.take()):
-            self._scheduler.report(report)
+            self._engine.report(report)
         self._look_if_due()
         was_idle = self._scheduler.is_idle
         plan = self._scheduler.plan()
@@ -157,6 +158,8 @@ class Worker:
         self._lock.release()
         try:
             result = self._engine.execute(plan)
+        except HostCopyError:  # cached pages no longer hold what the scheduler takes them for
+            raise
         except Exception as error:
             log.exception("step %d failed; its %d requests end", plan.step, len(plan.extends))
             result = None
@@ -188,7 +191,7 @@ class Worker:
         self._inbox.forget_owners()
 
     def _on_report(self) -> None:
-        """A rank has reported a room; called in any thread."""
+        """A rank has reported something beside the steps; called in any thread."""
         self._channel.wake()
         self._reported.release()
 
@@ -200,7 +203,7 @@ class Worker:
                 if self._has_ended:
                     return
                 for report in self._engine.mailbox.take():
-                    if not self._scheduler.report_in_step(report):
+                    if isinstance(report, HostReport) or not self._scheduler.report_in_step(report):
                         self._reports.append(report)
                 self._inbox.send_notes()
 

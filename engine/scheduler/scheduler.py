@@ -122,6 +122,10 @@ class Scheduler:
         self.report(report)
         return True
 
+    def acknowledge(self, item: int, rank: int) -> None:
+        """A rank has done its part of a copy between the tiers."""
+        self._cache.acknowledge(item, rank)
+
     def close_rooms_of(self, rid: str) -> None:
         """The front end that had the request is gone, and its prefill was complete."""
         for req in self.prefill_side.of_request(rid):
@@ -221,7 +225,8 @@ class Scheduler:
         extends += [
             self._extend(r, share) for r, share in zip(prefilling, shares, strict=True) if share
         ]
-        if not extends and not self.prefill_side.has_orders:
+        host = self._cache.take_orders()
+        if not extends and not self.prefill_side.has_orders and not host:
             if self._waiting and not retracted and self._is_empty:
                 raise RuntimeError(f"a waiting request fits an empty pool never: {self.load}")
             return None
@@ -236,12 +241,14 @@ class Scheduler:
             open_rooms=open_rooms,
             pushes=pushes,
             close_rooms=close_rooms,
+            host=host,
         )
 
     @property
     def _is_empty(self) -> bool:
         """No page is anybody's."""
-        return not len(self._running) and not len(self.prefill_side) and self.decode_side.is_quiet
+        nobody_has = not len(self._running) and not len(self.prefill_side)
+        return nobody_has and self.decode_side.is_quiet and not self._cache.num_under_way
 
     def _plan_decodes(self) -> tuple[list[Extend], bool]:
         """One token for each decoding request, oldest first, and whether pages ran out for some."""
@@ -425,6 +432,16 @@ class Scheduler:
         return self._cache.used_pages_by_lane()
 
     @property
+    def num_copies(self) -> int:
+        """Between the tiers, that some rank has not reported yet."""
+        return self._cache.num_under_way
+
+    @property
+    def host_counts(self) -> Counter[str]:
+        """What the host tier has done, cumulative: see kvcache.tiered_cache."""
+        return self._cache.counts
+
+    @property
     def load(self) -> Load:
         return Load(
             num_running=len(self._running),
@@ -435,4 +452,6 @@ class Scheduler:
             locked_pages=self._cache.locked_pages,
             fenced_pages=self.decode_side.fenced_pages,
             num_rooms=len(self.prefill_side) + len(self.decode_side),
+            total_host_pages=self._cache.total_host_pages,
+            free_host_pages=self._cache.free_host_pages,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from engine.config import WorkerConfig
@@ -26,6 +27,9 @@ class Client:
         self.logprobs: dict[str, list[TokenLogprob]] = {}
         self.prompts: dict[str, list[int]] = {}
         self.sampling: dict[str, dict] = {}
+        self.takes_reports = True  # what the ranks report beside the steps; else it waits
+        self._reported = threading.Semaphore(0)
+        self.engine.mailbox.on_put = self._reported.release
 
     def close(self) -> None:
         self.engine.close()
@@ -41,14 +45,19 @@ class Client:
 
     def step(self) -> bool:
         scheduler = self.engine.scheduler
+        if self.takes_reports:
+            for report in self.engine.mailbox.take():
+                self.engine.report(report)
         plan = scheduler.plan()
         if plan is not None:
             self._see(scheduler.update(plan, self.engine.execute(plan)))
         return plan is not None
 
     def run(self) -> None:
-        while self.step():
-            pass
+        """Until nothing is left to do and no copy is under way."""
+        while self.step() or self.engine.scheduler.num_copies:
+            if self.engine.scheduler.num_copies:
+                assert self._reported.acquire(timeout=60)
         load = self.engine.scheduler.load
         assert load.locked_pages == 0
         assert load.free_pages + load.evictable_pages == self.engine.capacity.logical_pages

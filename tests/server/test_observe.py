@@ -55,7 +55,7 @@ def test_the_docs_name_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
     network = LoopbackNetwork()
     monkeypatch.setattr("engine.loading.MooncakeEngine", lambda host, protocol: network.engine())
-    pool = {"max_total_tokens": 1024}
+    pool = {"max_total_tokens": 1024, "hicache": True}
     pair = Pair(save_dsa(tmp_path), prefill=pool, decode=pool)
     pair.submit("r", list(range(3, 30)), max_tokens=2)
     pair.run()

@@ -11,7 +11,7 @@ import pytest
 
 from engine.types import Load
 from server.__main__ import main
-from server.status import fleet_status
+from server.status import TierStatus, fleet_status
 from tests.server.scripted import Server, reply, serving
 from tests.server.stream import Stream, stalling
 
@@ -66,6 +66,19 @@ def test_every_worker_is_shown_with_load_and_pages(
     }
     assert (status["status"], status["requests"], status["parked"]) == ("ok", 0, 0)
     assert status["absent"] == []
+
+
+def test_a_host_tier_is_shown_beside_the_device() -> None:
+    with serving() as server:
+        worker = server.add_worker(reply([5]))
+        worker.beat(Load(free_pages=1, total_host_pages=40, free_host_pages=30))
+
+        def host() -> TierStatus | None:
+            [status] = fleet_status(server.client).workers
+            return status.pages.get("host")
+
+        server.until(lambda: host() is not None)
+        assert host() == TierStatus(used=0, cached=10, free=30, fenced=0, total=40)
 
 
 def test_people_get_a_table(pair: Server, capsys: pytest.CaptureFixture[str]) -> None:

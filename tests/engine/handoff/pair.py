@@ -88,7 +88,7 @@ class Node:
     def turn(self) -> bool:
         """A round of the worker's loop; whether a step was executed."""
         for report in self.engine.mailbox.take():
-            self.scheduler.report(report)
+            self.engine.report(report)
         self.inbox.send_notes()
         self.before_step()
         plan = self.scheduler.plan()
@@ -191,7 +191,8 @@ class Pair:
 
     def run(self) -> None:
         """Until nobody has anything to do; waits for transfers as long as the test's timeout."""
-        while self.turn() or not (self.prefill.scheduler.is_idle and self.decode.scheduler.is_idle):
+        schedulers = (self.prefill.scheduler, self.decode.scheduler)
+        while self.turn() or any(s.num_copies or not s.is_idle for s in schedulers):
             pass
 
     def tokens(self, rid: str) -> list[int]:
