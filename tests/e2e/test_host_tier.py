@@ -15,7 +15,7 @@ from tests.served import Served, serving
 
 pytestmark = pytest.mark.e2e
 
-NUM_PROMPTS = 4
+NUM_PROMPTS = 8
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,10 @@ def test_what_was_evicted_is_answered_from_host_memory(tiered: Served) -> None:
     again = [answer(tiered, number) for number in range(NUM_PROMPTS)]
     assert [text for text, _ in again] == [text for text, _ in cold]
     assert all(cached >= 64 for _, cached in again)
-    seen = tiered.metrics()
     for role in ("prefill", "decode"):
-        assert seen("plait_host_hit_tokens_total", f'role="{role}"') > 0
-        assert seen("plait_evicted_pages_total", f'role="{role}"') > 0
+        label = f'role="{role}"'
+        tiered.until(lambda label=label: tiered.metrics()("plait_host_hit_tokens_total", label) > 0)
+        assert tiered.metrics()("plait_evicted_pages_total", label) > 0
     pages = {w["role"]: w["pages"] for w in httpx.get(f"{tiered.url}/status").json()["workers"]}
     assert pages["prefill"]["host"]["total"] == 64
     assert pages["decode"]["host"]["total"] == 32

@@ -12,6 +12,7 @@ import pytest
 
 from engine.host_side import HostCopyError
 from kvcache.host_copies import Copy, Lane, Step, ThreadCopier
+from kvcache.host_size import HostMemoryError
 from kvcache.transfer.loopback import LoopbackNetwork
 from tests.engine.client import Client
 from tests.engine.handoff.pair import Pair
@@ -54,10 +55,14 @@ def assert_settled(client: Client) -> None:
         assert counts[f"{kind}_started"] == counts[f"{kind}_finished"]
 
 
+FULL_VIEW = {"cp_size": 2, "shared_kv": False}
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"cp_size": 2}, {"cp_size": 2, "shared_kv": False}], ids=str
+    ("model", "options"),
+    [*((m, o) for m in MODELS for o in ({}, {"cp_size": 2})), ("dsa", FULL_VIEW)],
+    ids=str,
 )
-@pytest.mark.parametrize("model", MODELS)
 def test_what_was_evicted_comes_back_as_it_was(folders, model, options) -> None:
     num_ranks = options.get("cp_size", 1) if options.get("shared_kv", True) else 1
     prompts = {f"p{i}": prompt(4 * PAGE + 10, seed=i) for i in range(4)}
@@ -149,14 +154,13 @@ def test_aborts_while_copies_run_leave_nothing_behind(folders, asked, alone, cp_
     )
     aborted = set()
     try:
-        for rid, token_ids, sampling in asked:
+        for rid, token_ids, sampling in asked[: 96 // cp_size]:
             client.submit(rid, token_ids, **sampling)
             client.takes_reports = rng.random() < 0.3
             client.step()
             if rng.random() < 0.4:
                 victim = rng.choice(asked)[0]
                 if victim in client.prompts and victim not in client.ends:
-                    assert client.engine.scheduler.num_copies >= 0
                     client.abort(victim)
                     aborted.add(victim)
         client.takes_reports = True
@@ -199,8 +203,9 @@ class LazyCopy:
         assert self._ended.wait(60), "no forward has asked for the last layer"
 
 
-@pytest.mark.parametrize("cp_size", [1, 2])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "cp_size"), [("dsa", 1), ("mla", 1), ("gqa", 1), ("dsa", 2), ("gqa", 2)]
+)
 def test_a_layer_is_read_only_once_its_bytes_are_there(folders, monkeypatch, model, cp_size):
     """Latent rows, keys, values and index keys, by prefills and by decodes of the same batch."""
     monkeypatch.setattr("kvcache.host_tier.new_copier", lambda device: Lazy())
@@ -354,3 +359,8 @@ def test_both_sides_of_a_hand_off_have_their_own_tier(folders, monkeypatch) -> N
         assert node.scheduler.host_counts["loaded_back_tokens"] >= 3 * 4 * PAGE
     pair.assert_all_given_back()
     pair.close()
+
+
+def test_a_host_pool_that_does_not_fit_is_refused_with_what_would(folders) -> None:
+    with pytest.raises(HostMemoryError, match=r"--hicache-size 1e\+06: .* accepted: .* to "):
+        tiered(folders["gqa"], 6, hicache_size=1e6)
