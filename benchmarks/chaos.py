@@ -1,9 +1,9 @@
 """A fleet whose processes are killed and held up while clients stream: what the clients see of it.
 
-    python -m benchmarks.chaos [--strikes 20] [--clients 32] [--json FILE]
+    python -m benchmarks.chaos [--kills 20] [--stops 6] [--clients 32] [--json FILE]
 
 Starts `plait serve` (a prefill group of two ranks, a decode worker) with a small random model,
-strikes in turn, with one client leaving at random each time, and compares every stream that stayed
+strikes its processes in turn, with one client leaving at random each time, and compares every stream that stayed
 with its undisturbed run. Prints a table; exits with 1 where a stream differs, a page or a room is
 left, or a process.
 """
@@ -34,7 +34,7 @@ from tests.tiny import save_dsa_chat
 
 STOP_S = 5.0
 NUM_TOKENS = 80
-STRIKES = ("kill decode", "kill rank", "kill leader", "stop decode", "stop rank", "stop leader")
+TARGETS = ("decode", "rank", "leader")
 
 
 @dataclass
@@ -86,13 +86,12 @@ async def streaming(
     return list(answers)
 
 
-def run(fleet: Fleet, num_strikes: int, num_clients: int) -> list[Row]:
+def run(fleet: Fleet, strikes: list[str], num_clients: int) -> list[Row]:
     draw = random.Random(1)
     expected = asyncio.run(tell_one_at_a_time(fleet.served, streams(num_clients, NUM_TOKENS)))
     assert not any(answer.error for answer in expected), "the undisturbed run has errors"
     rows = []
-    for number in track(range(num_strikes), console=Console(stderr=True)):
-        strike = STRIKES[number % len(STRIKES)]
+    for strike in track(strikes, console=Console(stderr=True)):
         fleet.until_whole()
         replays = fleet.served.metrics()("plait_replays_total")
         at_chunk = draw.randrange(num_clients, num_clients * NUM_TOKENS * 3 // 4)
@@ -118,16 +117,19 @@ def run(fleet: Fleet, num_strikes: int, num_clients: int) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--strikes", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--stops", type=int, default=6)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    strikes = [f"kill {TARGETS[i % 3]}" for i in range(args.kills)]
+    strikes += [f"stop {TARGETS[i % 3]}" for i in range(args.stops)]
     flags = ["--prefill-max-total-tokens", "2048", "--decode-max-total-tokens", "8192"]
     with tempfile.TemporaryDirectory() as scratch:
         model = save_dsa_chat(Path(scratch) / "tiny", default_model_path())
         with serving(model, *flags, "--max-replays", "20") as served:
             served.wait_ready()
-            rows = run(Fleet(served), args.strikes, args.clients)
+            rows = run(Fleet(served), strikes, args.clients)
             processes = served.workers()
             served.stop()
             left = [process for process in processes if process.is_running()]

@@ -116,7 +116,7 @@ def test_handed_over_equals_colocated(model: Path, cp_size: int) -> None:
 
 
 def test_every_page_arrives_once_and_whole(pair: Pair) -> None:
-    prompts = {f"r{i}": prompt(n, i) for i, n in enumerate(LENGTHS * 4)}
+    prompts = {f"r{i}": prompt(n, i) for i, n in enumerate(LENGTHS * 10)}
     for rid, token_ids in prompts.items():
         pair.submit(rid, token_ids, max_tokens=2, temperature=0.0)
     ours, theirs = pair.prefill.engine.leader.pool, pair.decode.engine.leader.pool
