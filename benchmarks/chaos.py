@@ -2,10 +2,10 @@
 
     python -m benchmarks.chaos [--kills 20] [--stops 6] [--clients 32] [--json FILE]
 
-Starts `plait serve` (a prefill group of two ranks, a decode worker) with a small random model,
-strikes its processes in turn, with one client leaving at random each time, and compares every stream that stayed
-with its undisturbed run. Prints a table; exits with 1 where a stream differs, a page or a room is
-left, or a process.
+Starts `plait serve` (a prefill group of two ranks, a decode worker) with a small random model and
+strikes its processes in turn; each time one client leaves at random, and every stream that stays is
+compared with its undisturbed run. Prints a table; exits with 1 where a stream differs, a page or a
+room is left, or a process.
 """
 
 from __future__ import annotations
