@@ -42,8 +42,8 @@ class Candidate:
         return max(self.live_tokens, self.waiting_tokens)
 
     def num_pages(self, num_prompt_tokens: int) -> int:
-        """Pages the prompt takes here; a decode worker takes it with its first token."""
-        num_tokens = num_prompt_tokens + (self.role == "decode")
+        """Pages the prompt takes here; where decoding follows, with its first token."""
+        num_tokens = num_prompt_tokens + (self.role != "prefill")
         return -(-num_tokens // self.page_size)
 
 
@@ -119,8 +119,13 @@ def _cheapest(
 
 
 def _able(candidates: Sequence[Candidate], num_prompt_tokens: int) -> list[Candidate]:
-    """Those whose pool can hold the prompt at all, by key."""
-    able = [c for c in candidates if c.num_pages(num_prompt_tokens) <= c.total_pages]
+    """Those whose pool can hold the prompt at all, by key. A decode worker needs room for the first
+    token, too; elsewhere nothing need follow the prompt."""
+    able = [
+        c
+        for c in candidates
+        if num_prompt_tokens + (c.role == "decode") <= c.total_pages * c.page_size
+    ]
     return sorted(able, key=lambda candidate: candidate.key)
 
 

@@ -68,7 +68,11 @@ def test_an_upstream_is_silent_at_every_look_until_it_is_heard() -> None:
     for _ in range(MAX_SILENT_LOOKS):
         assert upstreams.look() == []
     assert upstreams.look() == ["tcp://a:1"]
-    upstreams.asked("tcp://a:1")  # asking is not hearing
+    assert upstreams.look() == ["tcp://a:1"]
+    upstreams.asked("tcp://a:1")  # whoever is there now has as much time as the one before
+    for _ in range(MAX_SILENT_LOOKS):
+        assert upstreams.look() == []
+        upstreams.asked("tcp://a:1")  # asking is not hearing
     assert upstreams.look() == ["tcp://a:1"]
     upstreams.heard("tcp://a:1")
     assert upstreams.look() == []

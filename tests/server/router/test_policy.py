@@ -175,6 +175,17 @@ def test_a_worker_without_room_for_the_prompt_comes_last(policy: Policy, role: s
     assert policy(workers[:1], 9 * PAGE, 0) == "a"
 
 
+@pytest.mark.parametrize("policy", list(POLICIES.values()), ids=list(POLICIES))
+@pytest.mark.parametrize(("role", "most"), [("prefill", 0), ("colocated", 0), ("decode", 1)])
+def test_a_prompt_may_fill_a_pool_where_nothing_need_follow(
+    policy: Policy, role: str, most: int
+) -> None:
+    workers = fleet({}, role=role)
+    num_tokens = workers[0].total_pages * PAGE
+    assert policy(workers, num_tokens - most, 0) == "a"
+    assert policy(workers, num_tokens - most + 1, 0) is None
+
+
 def serve(num_requests: int, role: str, shared: int, own: int) -> list[str]:
     """Requests that share a prefix which only worker a holds at first and that come faster than
     any is done."""
