@@ -132,22 +132,15 @@ class DecodeSide:
     def closed(self, message: RoomClosed) -> Req | None:
         """The prefill side is done with a room. The request that ends here with it, after it has
         left the running set at the caller's; None where it was given up before."""
-        fence = self._fences.get(message.room)
-        if fence is not None:
-            if message.is_quiet:
-                self._lift(message.room)
-            else:
-                fence.looks_left = LEASE_LOOKS
+        if message.room in self._fences:
+            self._settle(message)
         return self._rooms.pop(message.room, None)
 
     def end(self, req: Req, message: RoomClosed) -> None:
         """Give up what `closed` returned."""
         incoming = _room(req)
         self._fence(req, incoming)
-        if message.is_quiet:
-            self._lift(incoming.room)
-        else:
-            self._fences[incoming.room].looks_left = LEASE_LOOKS
+        self._settle(message)
         if message.reason:
             self.hand_back(req, message.reason)
 
@@ -187,6 +180,13 @@ class DecodeSide:
     def _fence(self, req: Req, incoming: Incoming) -> None:
         pages = self._running.take_own(req)
         self._fences[incoming.room] = _Fence(pages, incoming.prefill_address)
+
+    def _settle(self, message: RoomClosed) -> None:
+        """The prefill side has said whether bytes may still come."""
+        if message.is_quiet:
+            self._lift(message.room)
+        else:
+            self._fences[message.room].looks_left = LEASE_LOOKS
 
     def _lift(self, room: str) -> None:
         self._cache.free(self._fences.pop(room).pages)
