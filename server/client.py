@@ -16,11 +16,12 @@ from typing import Literal
 from engine.channel import Channel, Disconnected
 from engine.cluster_key import ClusterKey
 from engine.messages import Abort, Drain, Goodbye, HandBack, Heartbeat, Hello, Route, Submit
+from engine.peers import LOOK_S
 from engine.tracing import NO_TRACER, Tracer
 from kvcache.events import page_hashes
 from server.answer import Answer, Delta
 from server.detokenizer import AnswerText, TokenBytes
-from server.fleet import LOOK_S, Capabilities, Fleet
+from server.fleet import Capabilities, Fleet
 from server.generation import EngineError, Generation, Limits, Live, Quota, Submission
 from server.metrics import Metrics
 from server.reader import Event, Reader

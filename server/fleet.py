@@ -9,12 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.messages import Heartbeat, Hello
+from engine.peers import MAX_SILENT_LOOKS
 from engine.types import Load, MetricFamily
-
-# A worker that has said nothing in three looks of two seconds is gone. Looks are counted, not time,
-# so a front end that was itself held up loses nobody.
-LOOK_S = 2.0
-MAX_SILENT_LOOKS = 3
 
 
 @dataclass(slots=True, eq=False)
