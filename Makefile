@@ -27,7 +27,7 @@ test: install-dev
 	@exec $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 test-gpu: install-dev
-	@exec $(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu $(ARGS)
+	@exec $(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu tests/kernels/gpu $(ARGS)
 
 check: install-dev
 	$(BIN)/ruff format --check .

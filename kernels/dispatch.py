@@ -1,15 +1,20 @@
-"""Whether this machine's own CPU kernels take a call: by device, dtype and what is installed."""
+"""The one place that chooses who takes a call, by device, dtype and what is installed: the CPU's
+compiled kernels (kernels.cpu), the GPU's (kernels.gpu), or the torch form beside the port."""
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
+import logging
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 STORED = (torch.bfloat16, torch.float16, torch.float32)
+
+_log = logging.getLogger(__name__)
 
 
 def cpu_kernels(x: Tensor, *weights: Tensor) -> ModuleType | None:
@@ -20,6 +25,44 @@ def cpu_kernels(x: Tensor, *weights: Tensor) -> ModuleType | None:
     if x.dtype == w.dtype != torch.float32 and _torch_is_fast(x.dtype):
         return None
     return numba_kernels() if x.dtype in STORED else None
+
+
+def gpu_kernels(*tensors: Tensor) -> bool:
+    """Whether kernels.gpu, which Triton compiles, takes calls with these tensors: all of them on
+    one CUDA device that it works on, numbers in 16 or 32 bits. A port that has to decline for
+    another reason, a shape say, calls `fall_back`."""
+    device = tensors[0].device
+    if device.type != "cuda" or not _triton_compiles(device.index or 0):
+        return False
+    fits = (
+        t.device == device and (t.dtype in STORED or not t.is_floating_point()) for t in tensors
+    )
+    return all(fits)
+
+
+@functools.cache
+def fall_back(kernel: str, why: str) -> None:
+    """Say, once for each reason, that calls of `kernel` are computed in their torch form."""
+    _log.warning("%s is computed by torch, which is slower: %s", kernel, why)
+
+
+def describe(device: torch.device) -> str:
+    """Whose kernels calls on this device get, for the log."""
+    if device.type == "cuda":
+        index = device.index or 0
+        card = torch.cuda.get_device_name(index)
+        if _triton_compiles(index):
+            return f"Triton {importlib.metadata.version('triton')} on {card}"
+        major, minor = torch.cuda.get_device_capability(index)
+        return f"torch on {card}: Triton is absent or the card (sm_{major}{minor}) older than sm_80"
+    return "torch: numba is absent" if numba_kernels() is None else "numba"
+
+
+@functools.cache
+def _triton_compiles(device_index: int) -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device_index) >= (8, 0)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from kernels.dispatch import cpu_kernels
+from kernels.dispatch import cpu_kernels, gpu_kernels
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -16,6 +16,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
         out: torch.Tensor = cpu.rms_norm(x, weight.contiguous(), eps)
         return out
+    if gpu_kernels(x, weight):
+        from kernels.gpu import norm as gpu
+
+        return gpu.rms_norm(x, weight, eps)
     wide = x.float()
     # mean(x²) from one fused norm: half the operations of square, mean, add and rsqrt in turn.
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -33,6 +37,10 @@ def layer_norm(
 
         out: torch.Tensor = cpu.layer_norm(x, weight.contiguous(), bias.contiguous(), eps)
         return out
+    if gpu_kernels(x, weight, bias):
+        from kernels.gpu import norm as gpu
+
+        return gpu.layer_norm(x, weight, bias, eps)
     return functional.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps).to(
         x.dtype
     )

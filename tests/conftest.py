@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -16,6 +18,14 @@ from tests.served import Served, serving
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+# Triton decides while it is imported whether it compiles or interprets, and others import it too.
+# Here it interprets, so that tests/kernels/gpu needs no GPU; in `make test-gpu`, which has no part
+# in this file, and in processes that the tests start it does as always.
+if importlib.util.find_spec("triton") is not None:
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        import triton.language
+
+        triton.knobs.runtime.interpret = True
 
 collect_ignore = ["gpu"]  # make test-gpu
 
