@@ -12,6 +12,7 @@ from kernels.dispatch import cpu_kernels
 
 _LOWEST = torch.finfo(torch.float32).min
 _TINY = torch.finfo(torch.float32).tiny
+_SLICE_QUERIES = 128
 
 
 class Partial(NamedTuple):
@@ -66,43 +67,114 @@ def causal(
 def mla_rows(
     q: torch.Tensor,  # [N, H, R]: rope part only (R = rope), or latent | rope (R = D)
     cache: torch.Tensor,  # [rows, D]: latent, then rope key
-    rows: torch.Tensor,  # [N, K] int64
-    counts: torch.Tensor,  # [N] int64, 1 .. K: query n reads rows[n, : counts[n]]
+    rows: torch.Tensor,  # [N, K] int32 or int64; beyond the counts any valid index, or -1
+    counts: torch.Tensor,  # [N] int32 or int64, 0 .. K: query n reads rows[n, : counts[n]]
     w_uv: torch.Tensor,  # [H, V, kv_lora_rank]
     scale: float,
 ) -> torch.Tensor:  # [N, H, V] in q's dtype
     """Latent attention where each query reads its own rows; from latents to values at the end.
-
-    `rows` beyond the counts must be rows that were written: the torch form reads them.
-    """
+    A query without rows gets 0."""
     if (cpu := _compiled(q, cache)) is not None:
-        out: torch.Tensor = cpu.mla(q, cache, rows, counts, w_uv, scale)
+        out: torch.Tensor = cpu.mla(q, cache, rows.long(), counts.long(), w_uv, scale)
         return out
-    own = cache[rows]  # [N, K, D]
+    within = _within(rows, counts)
+    own = cache[rows].masked_fill_(~within.transpose(1, 2), 0)  # [N, K, D]
     keys, latent = own[..., own.shape[-1] - q.shape[-1] :], own[..., : w_uv.shape[2]]
-    mixed = attend(q, keys, latent, _within(rows, counts), scale).out
+    mixed = attend(q, keys, latent, within, scale).out
     return values_of(mixed, w_uv).to(q.dtype)
+
+
+def mla_paged(
+    q: torch.Tensor,  # [N, H, R], as for mla_rows
+    cache: torch.Tensor,  # [rows, D]: latent, then rope key
+    pages: torch.Tensor,  # [N, P] int32 or int64 row pages by position, any valid one behind them
+    counts: torch.Tensor,  # [N] int32 or int64, 0 .. P · page_size: the contexts
+    page_size: int,
+    w_uv: torch.Tensor,  # [H, V, kv_lora_rank]
+    scale: float,
+) -> torch.Tensor:  # [N, H, V] in q's dtype
+    """Latent attention where each query reads the whole of its own paged context."""
+    return mla_rows(q, cache, _rows_of(pages, page_size), counts, w_uv, scale)
+
+
+def mla_causal(
+    q_nope: torch.Tensor,  # [M, H, nope], may be 0 wide
+    q_pe: torch.Tensor,  # [M, H, rope]
+    cache: torch.Tensor,  # [rows, kv_lora_rank + rope]
+    pages: torch.Tensor,  # [P] int32 or int64 row pages by position, P · page_size >= start + M
+    start: int,  # position of the first query
+    page_size: int,
+    w_uk: torch.Tensor,  # [H, nope, kv_lora_rank]
+    w_uv: torch.Tensor,  # [H, V, kv_lora_rank]
+    scale: float,
+) -> torch.Tensor:  # [M, H, V] in q_pe's dtype
+    """Latent attention of one request's queries at start, start + 1, ...: each sees the whole
+    context up to itself."""
+    num, num_heads, _ = q_pe.shape
+    own = cache[_rows_of(pages, page_size)[: start + num]].float()
+    latent = own[:, : w_uv.shape[2]]
+    q_latent = torch.einsum("mhd,hdl->mhl", q_nope.float(), w_uk.float())
+    q = torch.cat((q_latent, q_pe.float()), dim=-1).flatten(0, 1)
+    out = _attend_causal(q[None], num_heads, own[None], latent[None], start, scale)[0]
+    return values_of(out.view(num, num_heads, -1), w_uv).to(q_pe.dtype)
 
 
 def gqa_rows(
     q: torch.Tensor,  # [N, num_heads, D]
     keys: torch.Tensor,  # [rows, num_kv_heads, D]
     values: torch.Tensor,  # [rows, num_kv_heads, D]
-    rows: torch.Tensor,  # [N, K] int64; counts as for mla_rows
-    counts: torch.Tensor,  # [N] int64
+    rows: torch.Tensor,  # [N, K]; rows and counts as for mla_rows
+    counts: torch.Tensor,  # [N]
     scale: float,
 ) -> torch.Tensor:  # [N, num_heads, D] in q's dtype
     """Grouped-query attention where each query reads its own rows."""
     if (cpu := _compiled(q, keys)) is not None:
-        out: torch.Tensor = cpu.gqa(q, keys, values, rows, counts, scale)
+        out: torch.Tensor = cpu.gqa(q, keys, values, rows.long(), counts.long(), scale)
         return out
     num, num_heads, dim = q.shape
     num_kv = keys.shape[1]
-    k = keys[rows].transpose(1, 2).flatten(0, 1)  # [N · num_kv_heads, K, D]
-    v = values[rows].transpose(1, 2).flatten(0, 1)
-    allowed = _within(rows, counts).repeat_interleave(num_kv, 0)
+    within = _within(rows, counts)  # [N, 1, K]
+    absent = ~within.transpose(1, 2).unsqueeze(-1)
+    k = keys[rows].masked_fill_(absent, 0).transpose(1, 2).flatten(0, 1)  # [N · num_kv_heads, K, D]
+    v = values[rows].masked_fill_(absent, 0).transpose(1, 2).flatten(0, 1)
+    allowed = within.repeat_interleave(num_kv, 0)
     grouped = q.reshape(num * num_kv, num_heads // num_kv, dim)
     return attend(grouped, k, v, allowed, scale).out.view(num, num_heads, dim).to(q.dtype)
+
+
+def gqa_paged(
+    q: torch.Tensor,  # [N, num_heads, D]
+    keys: torch.Tensor,  # [rows, num_kv_heads, D]
+    values: torch.Tensor,  # [rows, num_kv_heads, D]
+    pages: torch.Tensor,  # [N, P]; pages and counts as for mla_paged
+    counts: torch.Tensor,  # [N]
+    page_size: int,
+    scale: float,
+) -> torch.Tensor:  # [N, num_heads, D] in q's dtype
+    """Grouped-query attention where each query reads the whole of its own paged context."""
+    return gqa_rows(q, keys, values, _rows_of(pages, page_size), counts, scale)
+
+
+def gqa_causal(
+    q: torch.Tensor,  # [M, num_heads, D]
+    keys: torch.Tensor,  # [rows, num_kv_heads, D]
+    values: torch.Tensor,  # [rows, num_kv_heads, D]
+    pages: torch.Tensor,  # [P]; pages and start as for mla_causal
+    start: int,
+    page_size: int,
+    scale: float,
+) -> torch.Tensor:  # [M, num_heads, D] in q's dtype
+    """Grouped-query attention of one request's queries at start, start + 1, ...: each sees the
+    whole context up to itself."""
+    num, num_heads, dim = q.shape
+    num_kv = keys.shape[1]
+    rows = _rows_of(pages, page_size)[: start + num]
+    k, v = keys[rows].transpose(0, 1), values[rows].transpose(0, 1)  # [num_kv_heads, L, D]
+    group = num_heads // num_kv
+    grouped = q.reshape(num, num_kv, group, dim).transpose(0, 1).flatten(1, 2)
+    out = _attend_causal(grouped, group, k, v, start, scale)  # [num_kv_heads, M · group, D]
+    out = out.view(num_kv, num, group, dim).transpose(0, 1)
+    return out.reshape(num, num_heads, dim).to(q.dtype)
 
 
 def values_of(latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
@@ -110,6 +182,30 @@ def values_of(latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(latent.dtype, w_uv.dtype)
     by_head = latent.transpose(0, 1).to(wide)
     return torch.bmm(by_head, w_uv.to(wide).transpose(1, 2)).transpose(0, 1)
+
+
+def _attend_causal(
+    q: torch.Tensor,  # [G, M · heads, D], query-major
+    heads: int,
+    k: torch.Tensor,  # [G, start + M, D]
+    v: torch.Tensor,  # [G, start + M, V]
+    start: int,
+    scale: float,
+) -> torch.Tensor:  # [G, M · heads, V] float32
+    """Queries in slices, so that neither scores above the diagonal nor all at once are computed."""
+    parts = []
+    for a in range(0, k.shape[1] - start, _SLICE_QUERIES):
+        b = min(a + _SLICE_QUERIES, k.shape[1] - start)
+        tail = causal(b - a, b - a, 0, 1, q.device)
+        own, seen = q[:, a * heads : b * heads], start + b
+        parts.append(attend(own, k[:, :seen], v[:, :seen], tail, scale).out)
+    return torch.cat(parts, dim=1)
+
+
+def _rows_of(pages: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Row pages [.., P] -> rows by position [.., P · page_size] int64."""
+    inside = torch.arange(page_size, device=pages.device)
+    return (pages.long().unsqueeze(-1) * page_size + inside).flatten(-2)
 
 
 def _within(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

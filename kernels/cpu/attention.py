@@ -100,9 +100,10 @@ def attend_all(
 ) -> None:  # fmt: skip
     """out [N, num_heads, out_dim] = attention of q [N, num_heads, dim] to rows[n, : counts[n]].
 
-    Heads h // group share keys + key_head (h // group) and so on. Where out_dim differs from 0, a
-    head's result goes through w_uv [num_heads, out_dim, value_dim]; else it is stored as it is,
-    [.., value_dim]. Work: scores [num_threads, group, K], partial [num_threads, group, value_dim].
+    A query without rows is left as it is. Heads h // group share keys + key_head (h // group) and
+    so on. Where out_dim differs from 0, a head's result goes through w_uv [num_heads, out_dim,
+    value_dim]; else it is stored as it is, [.., value_dim]. Work: scores [num_threads, group, K],
+    partial [num_threads, group, value_dim].
     """
     total = counts.sum() * num_heads
     for part in prange(num_threads):
@@ -110,6 +111,8 @@ def attend_all(
         base = 0  # rows read by all pairs before query n
         for n in range(counts.size):
             count = counts[n]
+            if count == 0:
+                continue
             # the heads whose first row falls into this thread's share
             h = min(num_heads, max(0, (low - base + count - 1) // count))
             end = min(num_heads, max(0, (high - base + count - 1) // count))
@@ -175,7 +178,7 @@ def mla(
     """As kernels.attention.mla_rows, for an fp32 cache."""
     num, num_heads, dim = q.shape
     out_dim, value_dim = w_uv.shape[1:]
-    out = torch.empty(num, num_heads, out_dim)
+    out = torch.zeros(num, num_heads, out_dim)
     key_offset = cache.shape[1] - dim
     kind, size = _KINDS[w_uv.dtype]
     num_threads = _num_threads(rows.numel() * num_heads * (dim + value_dim))
@@ -197,7 +200,7 @@ def gqa(
     """As kernels.attention.gqa_rows, for an fp32 cache."""
     num, num_heads, dim = q.shape
     group = num_heads // keys.shape[1]
-    out = torch.empty(num, num_heads, dim)
+    out = torch.zeros(num, num_heads, dim)
     num_threads = _num_threads(rows.numel() * num_heads * 2 * dim)
     q = q.contiguous()
     attend_all(
