@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from engine.types import FinishReason
 from server import health, status
 from server.client import EngineClient
 from server.config import ServeConfig
@@ -47,9 +48,13 @@ def create_app(config: ServeConfig, client: EngineClient, tokenizer: Tokenizer) 
         redirect_slashes=False,
     )
 
-    def count_error(kind: str) -> None:
-        client.metrics.errors.labels(kind).inc()
+    def count_error(error: errors.APIError) -> None:
+        client.metrics.errors.labels(error.kind, str(error.status)).inc()
 
+    # From zero on: a counter whose first sample is 1 has no growth that a query could see.
+    for route in (chat.ROUTE, completions.ROUTE):
+        for reason in get_args(FinishReason):
+            client.metrics.requests.labels(route, reason)
     _add_routes(app, Api(config, client, tokenizer))
     _describe_bodies(app)
     errors.install(app, count_error)

@@ -21,7 +21,7 @@ from engine.tracing import NO_TRACER, Tracer
 from kvcache.events import page_hashes
 from server.answer import Answer, Delta
 from server.detokenizer import AnswerText, TokenBytes
-from server.fleet import Capabilities, Fleet
+from server.fleet import Capabilities, Fleet, Loss
 from server.generation import EngineError, Generation, Limits, Live, Quota, Submission
 from server.metrics import Metrics
 from server.reader import Event, Reader
@@ -33,6 +33,14 @@ logger = logging.getLogger(__name__)
 _INLINE_TOKENS = 4096  # hashed on the event loop: more would hold it up
 _FIRST_DELAY_S = 0.05  # before a request that was handed back is tried again
 _MAX_DELAY_S = 2.0
+_LOSSES: dict[Loss, str] = {
+    "removed": "was removed",
+    "ended": "has ended",
+    "replaced": "was replaced",
+    "exited": "has exited",
+    "disconnected": "has broken the connection",
+    "silent": "has fallen silent",
+}
 
 
 class EngineClient:
@@ -92,7 +100,7 @@ class EngineClient:
         """Forget it; what it had is replayed elsewhere."""
         self.addresses.pop(address, None)
         self._channel.post_hang_up(address)
-        self._lose(address, "was removed")
+        self._lose(address, "removed")
 
     async def close(self) -> None:
         """Fail what is unfinished, stop reading, close the sockets."""
@@ -180,7 +188,7 @@ class EngineClient:
         def lose() -> None:
             worker = self.fleet.with_pid(pid)
             if worker is not None:
-                self._lose(worker.address, "has exited")
+                self._lose(worker.address, "exited")
 
         if self._loop is not None:
             self._loop.call_soon_threadsafe(lose)
@@ -228,12 +236,12 @@ class EngineClient:
                 case HandBack():
                     self._on_hand_back(address, event)
                 case Goodbye():
-                    self._lose(address, "has ended")
+                    self._lose(address, "ended")
                 case Disconnected():
-                    self._lose(address, "has broken the connection")
+                    self._lose(address, "disconnected")
 
     def _on_hello(self, address: str, hello: Hello) -> None:
-        self._lose(address, "was replaced")
+        self._lose(address, "replaced")
         self.fleet.join(address, hello)
         self.router.hints.clear(address)
         if self.fleet.can_serve:
@@ -259,7 +267,7 @@ class EngineClient:
         assert self._loop is not None
         self._looks = self._loop.call_later(LOOK_S, self._look)
         for worker in self.fleet.look():
-            self._lose(worker.address, "has fallen silent")
+            self._lose(worker.address, "silent")
             # Once it is back it has to say hello again.
             self._channel.post_hang_up(worker.address)
             self._channel.post_dial(worker.address)
@@ -337,10 +345,12 @@ class EngineClient:
             )
             self.metrics.num_parked = len(self._parked)
 
-    def _lose(self, address: str, how: str) -> None:
+    def _lose(self, address: str, reason: Loss) -> None:
         worker = self.fleet.leave(address)
         if worker is None:
             return
+        self.metrics.workers_lost.labels(worker.hello.role, reason).inc()
+        how = _LOSSES[reason]
         lost = [live for live in self._live.values() if worker in live.workers]
         is_expected = self.is_draining and not lost
         logger.log(

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.messages import Heartbeat, Hello
 from engine.peers import MAX_SILENT_LOOKS
 from engine.types import Load, MetricFamily
+
+# Why a worker is no longer there. The last three are failures; `replaced`: another process answers
+# at its address.
+Loss = Literal["removed", "ended", "replaced", "exited", "disconnected", "silent"]
 
 
 @dataclass(slots=True, eq=False)

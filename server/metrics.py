@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from server.fleet import Fleet
+from engine.types import Role
+from server.fleet import Fleet, Loss
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -32,6 +34,7 @@ _OWN = frozenset(
         "errors",
         "aborts",
         "replays",
+        "workers_lost",
         "prompt_tokens",
         "output_tokens",
         "cached_tokens",
@@ -53,7 +56,9 @@ class Metrics:
         self.requests = self._counter(
             "plait_requests", "Choices that ended, by how", ("route", "finish_reason")
         )
-        self.errors = self._counter("plait_errors", "Error answers, by kind", ("kind",))
+        self.errors = self._counter(
+            "plait_errors", "Error answers, by kind and HTTP status", ("kind", "status")
+        )
         self.aborts = self._counter(
             "plait_aborts", "Choices given up because the client went away", ()
         )
@@ -73,10 +78,15 @@ class Metrics:
         self.router_choices = self._counter(
             "plait_router_choices", "Workers that the router chose, by role", ("role",)
         )
+        self.workers_lost = self._counter(
+            "plait_workers_lost", "Workers that left the fleet, by role and why", ("role", "reason")
+        )
         for reason in ("lost", "handed_back"):
             self.replays.labels(reason)
-        for role in ("prefill", "decode", "colocated"):
+        for role in get_args(Role):
             self.router_choices.labels(role)
+            for reason in get_args(Loss):
+                self.workers_lost.labels(role, reason)
         self.ttft = self._histogram("plait_ttft_seconds", "Submission to first token", _LATENCY_S)
         self.itl = self._histogram("plait_itl_seconds", "Time between tokens", _INTERVAL_S)
         self.e2e = self._histogram("plait_e2e_seconds", "Submission to last token", _LATENCY_S)
@@ -112,7 +122,10 @@ class _FleetCollector(Collector):
             "Requests in workers' queues, or waiting for a worker",
             waiting + self._metrics.num_parked,
         )
-        yield _gauge("plait_workers_ready", "Workers that serve", len(self._fleet))
+        ready = GaugeMetricFamily("plait_workers_ready", "Workers that serve", labels=["role"])
+        for role in get_args(Role):
+            ready.add_metric([role], sum(w.hello.role == role for w in self._fleet))
+        yield ready
         yield from self._merged()
 
     def describe(self) -> Iterable[Metric]:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
-CountError = Callable[[str], None]  # by kind
+CountError = Callable[[APIError], None]
 
 
 class RequestId:
@@ -54,10 +54,10 @@ class RequestId:
             await self._app(scope, receive, send_with_id)
         except Exception:
             logger.exception("request %s: %s %s failed", request_id, scope["method"], scope["path"])
-            self._count_error("internal_error")
+            error = APIError("internal error", status=500, code="internal_error")
+            self._count_error(error)
             if has_started:
                 raise
-            error = APIError("internal error", status=500, code="internal_error")
             await error_response(error)(scope, receive, send_with_id)
 
 
@@ -88,7 +88,6 @@ class KeyGuard:
         if scheme.lower() == "bearer" and self._is_key(key.strip()):
             await self._app(scope, receive, send)
             return
-        self._count_error("invalid_api_key")
         error = APIError(
             "an API key is needed: send it as 'Authorization: Bearer KEY'"
             if not key
@@ -96,6 +95,7 @@ class KeyGuard:
             status=401,
             code="invalid_api_key",
         )
+        self._count_error(error)
         await error_response(error)(scope, receive, send)
 
     def _is_key(self, key: str) -> bool:
@@ -124,7 +124,7 @@ class BodyLimit:
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isdigit() and int(announced) > self._max_bytes:
             error = self._too_large(f"{announced} bytes")
-            self._count_error(error.kind)
+            self._count_error(error)
             await error_response(error)(scope, receive, send)
             return
         num_bytes = 0

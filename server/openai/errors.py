@@ -150,19 +150,19 @@ def from_http(error: HTTPException, method: str, path: str) -> APIError:
     return APIError(str(error.detail), status=error.status_code)
 
 
-def install(app: FastAPI, count_error: Callable[[str], None]) -> None:
+def install(app: FastAPI, count_error: Callable[[APIError], None]) -> None:
     """Every error that leaves a route has the one shape. (What nobody foresaw is answered by the
-    outermost middleware.) `count_error` is told its kind."""
+    outermost middleware.) `count_error` is told of it."""
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, APIError)
-        count_error(error.kind)
+        count_error(error)
         return error_response(error)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         api_error = from_http(error, request.method, request.url.path)
-        count_error(api_error.kind)
+        count_error(api_error)
         return error_response(api_error, error.headers)
 
     app.add_exception_handler(APIError, on_api_error)

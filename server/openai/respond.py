@@ -37,7 +37,7 @@ async def respond(
     """Raises APIError where nothing was sent yet. A client that leaves aborts all choices."""
 
     def count_error(error: APIError) -> None:
-        api.client.metrics.errors.labels(error.kind).inc()
+        api.client.metrics.errors.labels(error.kind, str(error.status)).inc()
 
     try:
         hashes = await api.client.hash_prompts(submissions)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.types import MetricFamily, MetricSample
+from engine.types import MetricFamily, MetricSample, Role
 from tests.server.scripted import MODEL_NAME, Server, reply, serving
 
 CHAT = "/v1/chat/completions"
@@ -16,6 +18,15 @@ def scrape(server: Server) -> dict[tuple[str, tuple[tuple[str, str], ...]], floa
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
+    }
+
+
+def lost(server: Server) -> dict[tuple[str, str], float]:
+    """By role and reason, where a worker was lost at all."""
+    return {
+        (dict(labels)["role"], dict(labels)["reason"]): value
+        for (name, labels), value in scrape(server).items()
+        if name == "plait_workers_lost_total" and value
     }
 
 
@@ -44,8 +55,12 @@ def test_counts_of_one_request() -> None:
     assert found["plait_e2e_seconds_count", ()] == 1
     ended = (("finish_reason", "length"), ("route", CHAT))
     assert found["plait_requests_total", ended] == 1
-    assert found["plait_errors_total", (("kind", "invalid_value"),)] == 1
-    assert found["plait_workers_ready", ()] == 1
+    failed = (("finish_reason", "error"), ("route", "/v1/completions"))
+    assert found["plait_requests_total", failed] == 0
+    refused = (("kind", "invalid_value"), ("status", "400"))
+    assert found["plait_errors_total", refused] == 1
+    ready = {role: found["plait_workers_ready", (("role", role),)] for role in get_args(Role)}
+    assert ready == {"colocated": 1, "prefill": 0, "decode": 0}
 
 
 def test_families_of_workers_are_merged_by_slot_and_role() -> None:
@@ -76,6 +91,7 @@ def test_families_of_workers_are_merged_by_slot_and_role() -> None:
         first = server.workers[0]
         first.vanish()
         server.until(lambda: len(server.client.fleet) == 1)
+        assert lost(server) == {("colocated", "disconnected"): 1}
         server.add_worker(reply(token_ids))
         assert sorted(worker.slot for worker in server.client.fleet) == [0, 1]
 
@@ -88,3 +104,13 @@ def test_nothing_a_client_sends_becomes_a_label() -> None:
         body = {"model": "odd-name", "prompt": "x", "user": "odd-name"}
         server.http.post("/v1/completions", json=body)
         assert "odd-name" not in server.http.get("/metrics").text
+
+
+def test_a_worker_that_was_removed_is_told_from_one_that_broke() -> None:
+    with serving() as server:
+        worker = server.add_worker(reply(server.tokenizer.encode("fine")))
+        before = scrape(server)
+        assert before["plait_workers_lost_total", (("reason", "silent"), ("role", "decode"))] == 0
+        server.loop.call_soon_threadsafe(server.client.remove_worker, worker.address)
+        server.until(lambda: not len(server.client.fleet))
+        assert lost(server) == {("colocated", "removed"): 1}

@@ -45,7 +45,7 @@ def test_the_docs_name_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     metrics = Metrics()
     metrics.watch(Fleet())
     metrics.requests.labels("/v1", "stop")
-    metrics.errors.labels("overloaded")
+    metrics.errors.labels("overloaded", "503")
     expected = {
         family.name: (
             family.type,
