@@ -85,6 +85,7 @@ class Channel:
 
     def _bind(self, address: str) -> None:
         self._bound = open_socket(self._context, zmq.ROUTER)
+        self._bound.setsockopt(zmq.IPV6, _is_ipv6(address))
         if self._key is not None:
             self._bound.curve_server = True
             self._bound.curve_secretkey = self._key.secret
@@ -135,6 +136,7 @@ class Channel:
             sock = open_socket(self._context, zmq.DEALER)
         except zmq.ZMQError as error:
             raise OSError(f"cannot dial {address}: {error}") from error
+        sock.setsockopt(zmq.IPV6, _is_ipv6(address))
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
@@ -324,6 +326,11 @@ class Channel:
         if self._auth is not None:
             self._auth.stop()
         self._context.term()
+
+
+def _is_ipv6(address: str) -> bool:
+    """Such as tcp://[fd00::7]:7000. A socket that may speak both says so of every address."""
+    return address.startswith("tcp://[")
 
 
 @dataclass(slots=True)

@@ -141,7 +141,8 @@ def _frontend(flags: dict[str, object]) -> int:
     options = _load(flags)
     if not options.workers:
         raise config.ConfigError(
-            "--workers: expected at least one control address, as tcp://10.0.0.7:7000"
+            "--workers: expected at least one place where workers are, as tcp://10.0.0.7:7000,"
+            " dns://plait-decode:7000 or k8s://plait-decode:control"
         )
     from server import launcher
 

@@ -15,7 +15,7 @@ from server import health, status
 from server.client import EngineClient
 from server.config import ServeConfig
 from server.metrics import CONTENT_TYPE
-from server.middleware import BodyLimit, KeyGuard, RequestId
+from server.middleware import BodyLimit, KeyGuard, LastAnswer, RequestId
 from server.openai import chat, completions, errors, models, tokenize
 from server.openai.api import Api
 from server.openai.schema import (
@@ -71,6 +71,7 @@ def create_app(config: ServeConfig, client: EngineClient, tokenizer: Tokenizer) 
             expose_headers=["x-request-id"],
         )
     app.add_middleware(RequestId, count_error=count_error)
+    app.add_middleware(LastAnswer, is_leaving=lambda: client.is_leaving)
     return app
 
 

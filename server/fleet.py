@@ -27,8 +27,14 @@ class Worker:
     live_tokens: int = 0  # of those without a first token: prompt tokens to compute, as estimated
     num_heard: int = 0  # messages that came from it: a sign of life
     num_silent_looks: int = 0
+    is_retired: bool = False  # where it was found it is ready no more
     load: Load = field(default_factory=Load)
     families: list[MetricFamily] = field(default_factory=list)
+
+    @property
+    def takes_requests(self) -> bool:
+        """It is neither about to end nor known to be."""
+        return not (self.load.is_draining or self.is_retired)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +61,14 @@ class Fleet:
         return iter(self._workers.values())
 
     @property
-    def can_serve(self) -> bool:
+    def is_whole(self) -> bool:
         """There is a worker that does all, or one for each half."""
-        roles = {worker.hello.role for worker in self}
-        return "colocated" in roles or {"prefill", "decode"} <= roles
+        return _is_whole({worker.hello.role for worker in self})
+
+    @property
+    def can_serve(self) -> bool:
+        """The same of those that take requests."""
+        return _is_whole({worker.hello.role for worker in self if worker.takes_requests})
 
     def at(self, address: str) -> Worker | None:
         return self._workers.get(address)
@@ -67,15 +77,18 @@ class Fleet:
         used = {worker.slot for worker in self if worker.hello.role == hello.role}
         slot = next(slot for slot in range(len(used) + 1) if slot not in used)
         worker = self._workers[address] = Worker(address, hello, slot)
-        if self.can_serve:
+        if self.is_whole:
             self.capabilities = self._common()
         return worker
 
     def leave(self, address: str) -> Worker | None:
         worker = self._workers.pop(address, None)
-        if self.can_serve:
+        if self.is_whole:
             self.capabilities = self._common()
         return worker
+
+    def with_instance(self, instance_id: str) -> Worker | None:
+        return next((w for w in self if w.hello.instance_id == instance_id), None)
 
     def with_pid(self, pid: int) -> Worker | None:
         """Of those that run on this machine as children of this process."""
@@ -114,3 +127,7 @@ class Fleet:
             page_size=hellos[0].page_size,
             hash_salt=hellos[0].hash_salt,
         )
+
+
+def _is_whole(roles: set[str]) -> bool:
+    return "colocated" in roles or {"prefill", "decode"} <= roles

@@ -34,7 +34,7 @@ def health(client: EngineClient) -> Response:
 
 def state(client: EngineClient) -> str:
     """In a word or a few: does it serve?"""
-    if client.is_draining:
+    if client.is_leaving:
         return "draining"
     return "ok" if client.is_ready else "no worker is ready"
 

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import uvicorn
 from rich.console import Console
 
 from engine.cluster_key import ClusterKey, ClusterKeyError
@@ -32,26 +31,17 @@ from server import logs, model_source
 from server.app import create_app
 from server.client import EngineClient
 from server.config import ConfigError, ServeConfig
+from server.discovery.discovery import Discovery, sources_of
+from server.discovery.places import Source
 from server.generation import Limits
+from server.http_server import HttpServer, listen, url_of
 from server.supervisor import Supervisor, WorkerFailedError
 from server.tokenizer import Tokenizer, TokenizerError
 from server.topology import count_gpus, plan_topology, worker_configs
 
 log = logging.getLogger(__name__)
 
-# Of a request's line and headers together; more is answered 400 and the connection closed.
-MAX_HEADER_BYTES = 64 * 1024
-KEEP_ALIVE_S = 65  # longer than clients' and proxies' pools keep an idle connection
-ANSWER_GRACE_S = 5  # for the last bytes of answers after the drain
 MAX_IPC_PATH_BYTES = 100  # the kernel's limit for a unix socket's path is 107
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the launcher drains first."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _FleetView:
@@ -77,12 +67,13 @@ def serve(config: ServeConfig, *, starts_workers: bool = True) -> int:
     logs.configure(config.log_level)
     set_title("plait frontend")
     topology = plan_topology(config, count_gpus()) if starts_workers else None
+    sources = {} if starts_workers else sources_of(config)
     key = read_key(config)
     # While the model is fetched a SIGTERM unwinds, so that the fetching process ends as well.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     console = Console(stderr=True, highlight=False)
     try:
-        listener = _listen(config.host, config.port)
+        listener = listen(config.host, config.port)
         folder = model_source.resolve(config.model)
         version = importlib.metadata.version("plait")
         console.print(f"plait {version}: {config.model_name} from {folder}", soft_wrap=True)
@@ -90,7 +81,7 @@ def serve(config: ServeConfig, *, starts_workers: bool = True) -> int:
         tokenizer = Tokenizer.from_folder(folder)
         with contextlib.closing(listener), socket_folder() as private:
             told = worker_configs(config, topology, folder, private) if topology else []
-            launch = _Launch(config, key, told, tokenizer, listener, private)
+            launch = _Launch(config, key, told, sources, tokenizer, listener, private)
             return asyncio.run(launch.run())
     except (model_source.ModelSourceError, TokenizerError, WorkerFailedError, OSError) as error:
         print(f"plait serve: {error}", file=sys.stderr)
@@ -118,13 +109,6 @@ def curl_line(config: ServeConfig, url: str) -> str:
     return shlex.join([*parts, "-d", body])
 
 
-def url_of(listener: socket.socket) -> str:
-    """Where this machine reaches the server; a wildcard address is shown as loopback."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 class _Launch:
     """One run of the front end: built before the event loop, run once on it."""
 
@@ -133,6 +117,7 @@ class _Launch:
         config: ServeConfig,
         key: ClusterKey | None,
         workers: list[WorkerConfig],
+        sources: dict[str, Source],
         tokenizer: Tokenizer,
         listener: socket.socket,
         private: Path,
@@ -140,6 +125,7 @@ class _Launch:
         self._config = config
         self._key = key
         self._workers = workers
+        self._sources = sources
         self._tokenizer = tokenizer
         self._listener = listener
         self._private = private
@@ -165,12 +151,15 @@ class _Launch:
             tracer=tracer,
         )
         supervisors = [Supervisor(told, _FleetView(client)) for told in self._workers]
-        http = _Server(self._http_config(client))
+        http = HttpServer(
+            create_app(config, client, self._tokenizer), access_log=config.log_level == "debug"
+        )
         stop = asyncio.Event()
         _on_signals(stop.set, lambda: self._end_at_once(supervisors))
         client.start()
-        for address in [told.listen_address for told in self._workers] or config.workers:
-            client.add_worker(address)
+        items = [told.listen_address for told in self._workers] or config.workers
+        discovery = Discovery(client, items, self._sources)
+        discovery.start()
         watches = [asyncio.create_task(supervisor.run()) for supervisor in supervisors]
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         stopping = asyncio.create_task(stop.wait())
@@ -178,9 +167,10 @@ class _Launch:
         try:
             await asyncio.wait([*watches, serving, stopping], return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
-                await self._drain(client)
+                await self._drain(client, http)
         finally:
             announcement.cancel()
+            await discovery.close()
             client.start_draining()
             client.abort_all("the server is shutting down")
             http.should_exit = True
@@ -194,20 +184,6 @@ class _Launch:
             task.result()
         return 0 if stop.is_set() else 1
 
-    def _http_config(self, client: EngineClient) -> uvicorn.Config:
-        return uvicorn.Config(
-            create_app(self._config, client, self._tokenizer),
-            http="h11",
-            ws="none",
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=ANSWER_GRACE_S,
-            log_config=None,
-            access_log=self._config.log_level == "debug",
-            server_header=False,
-            proxy_headers=False,
-        )
-
     async def _announce(self, client: EngineClient, supervisors: list[Supervisor]) -> None:
         for supervisor in supervisors:
             await supervisor.ready.wait()
@@ -216,11 +192,17 @@ class _Launch:
         print(f"\nready after {time.monotonic() - self._started_s:.1f} s: {url}\n")
         print(f"{curl_line(self._config, url)}\n", flush=True)
 
-    async def _drain(self, client: EngineClient) -> None:
-        """Refuse what is new and let what runs finish, for a bounded time."""
+    async def _drain(self, client: EngineClient, http: HttpServer) -> None:
+        """Have load balancers send requests elsewhere, then refuse what still comes and let what
+        runs finish, for a bounded time."""
+        delay_s, limit_s = self._config.drain_delay_s, self._config.drain_timeout_s
+        client.start_leaving()
+        if delay_s:
+            log.info("leaving: requests are taken for another %g s", delay_s)
+            await asyncio.sleep(delay_s)
         client.start_draining()
+        http.close_idle()
         if client.num_unfinished:
-            limit_s = self._config.drain_timeout_s
             log.info("draining %d requests, %g s at most", client.num_unfinished, limit_s)
             try:
                 await asyncio.wait_for(client.drained(), limit_s)
@@ -248,28 +230,6 @@ def _on_signals(stop: Callable[[], None], end_at_once: Callable[[], None]) -> No
 
     loop.add_signal_handler(signal.SIGTERM, stop)
     loop.add_signal_handler(signal.SIGINT, interrupt)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket: a port that is taken shows before a model is loaded. Raises OSError."""
-    where = f"--host {host} --port {port}"
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, proto)
-    except (OSError, UnicodeError) as error:
-        raise OSError(f"{where}: {error}; expected an address of this machine") from error
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise OSError(
-            f"{where}: {os.strerror(error.errno or 0) if isinstance(error, OSError) else error};"
-            " expected a free port of this machine (0 picks one)"
-        ) from error
-    return listener
 
 
 @contextlib.contextmanager

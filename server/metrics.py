@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.types import Role
+from server.discovery.places import REASONS
 from server.fleet import Fleet, Loss
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -40,6 +41,9 @@ _OWN = frozenset(
         "cached_tokens",
         "router_matched_tokens",
         "router_choices",
+        "discovery_endpoints",
+        "discovery_lists",
+        "discovery_failures",
         "ttft_seconds",
         "itl_seconds",
         "e2e_seconds",
@@ -81,8 +85,29 @@ class Metrics:
         self.workers_lost = self._counter(
             "plait_workers_lost", "Workers that left the fleet, by role and why", ("role", "reason")
         )
-        for reason in ("lost", "handed_back"):
-            self.replays.labels(reason)
+        self.discovery_endpoints = Gauge(
+            "plait_discovery_endpoints",
+            "Workers' addresses that are ready, by where they were found",
+            ("source",),
+            registry=self.registry,
+        )
+        self.discovery_lists = self._counter(
+            "plait_discovery_lists",
+            "Times that all endpoints of a service were listed, not only changes",
+            ("source",),
+        )
+        self.discovery_failures = self._counter(
+            "plait_discovery_failures",
+            "Attempts to learn of workers that failed, by where and why",
+            ("source", "reason"),
+        )
+        self.discovery_lists.labels("kubernetes")
+        for source, reasons in REASONS.items():
+            self.discovery_endpoints.labels(source)
+            for reason in reasons:
+                self.discovery_failures.labels(source, reason)
+        for replayed in ("lost", "handed_back"):
+            self.replays.labels(replayed)
         for role in get_args(Role):
             self.router_choices.labels(role)
             for reason in get_args(Loss):

@@ -1,6 +1,7 @@
 """What every request passes before a route sees it: an id, the key, the size of its body.
 
-Thin ASGI, outermost first: RequestId, (CORS,) KeyGuard, BodyLimit. Knows no route's meaning.
+Thin ASGI, outermost first: LastAnswer, RequestId, (CORS,) KeyGuard, BodyLimit. Knows no route's
+meaning.
 """
 
 from __future__ import annotations
@@ -59,6 +60,23 @@ class RequestId:
             if has_started:
                 raise
             await error_response(error)(scope, receive, send_with_id)
+
+
+class LastAnswer:
+    """While the server leaves, every answer is the last of its connection: the client's next one
+    is made elsewhere."""
+
+    def __init__(self, app: ASGIApp, is_leaving: Callable[[], bool]) -> None:
+        self._app = app
+        self._is_leaving = is_leaving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._is_leaving():
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        await self._app(scope, receive, send_last)
 
 
 class KeyGuard:

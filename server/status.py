@@ -49,11 +49,20 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     pages: dict[str, TierStatus]  # by tier; empty until the first heartbeat
 
 
+class PlaceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Where workers are looked for: an item of --workers."""
+
+    place: str
+    ready: int  # addresses there that may be given work
+    error: str  # why nothing new can be learned there; empty: it can
+
+
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     status: str  # ok, draining, or what is missing
     requests: int  # unfinished ones of this front end
     parked: int  # of those, requests that no worker can be given now
     workers: list[WorkerStatus]
+    places: list[PlaceStatus]
     absent: list[str]  # control addresses where no worker has said hello, or not since it was lost
 
 
@@ -72,6 +81,10 @@ def fleet_status(client: EngineClient) -> FleetStatus:
         requests=client.num_unfinished,
         parked=client.metrics.num_parked,
         workers=[_worker_status(client, worker) for worker in client.fleet],
+        places=[
+            PlaceStatus(place=place.name, ready=place.num_ready, error=place.error)
+            for place in client.places
+        ],
         absent=[address for address in client.addresses if client.fleet.at(address) is None],
     )
 
@@ -100,7 +113,7 @@ def _worker_status(client: EngineClient, worker: Worker) -> WorkerStatus:
 def _health(client: EngineClient, worker: Worker) -> str:
     if worker.num_silent_looks >= _LATE_LOOKS:
         return "silent"
-    if worker.load.is_draining:
+    if not worker.takes_requests:
         return "draining"
     return "overloaded" if client.router.hints.is_overloaded(worker.address) else "ok"
 

@@ -96,6 +96,9 @@ def _show(console: Console, status: FleetStatus) -> None:
         )
     if status.workers:
         console.print(table)
+    for place in status.places:
+        if place.error:
+            console.print(f"{place.place}: {place.error}", soft_wrap=True, markup=False)
     for address in status.absent:
         console.print(f"no worker at {address}")
 

@@ -56,7 +56,7 @@ class Router:
         self, role: str, num_tokens: int, hashes: Sequence[bytes]
     ) -> tuple[Worker, int] | None:
         """A worker of this role and how many of the prompt's tokens it should have cached."""
-        workers = [w for w in self._fleet if w.hello.role == role and not w.load.is_draining]
+        workers = [w for w in self._fleet if w.hello.role == role and w.takes_requests]
         matched = self.index.matched(hashes, [worker.address for worker in workers])
         candidates = [self._candidate(worker, matched[worker.address]) for worker in workers]
         key = POLICIES[self.policy](candidates, num_tokens, self._turns[role])

@@ -19,7 +19,6 @@ from typing import Any
 
 import httpx
 import tokenizers
-import uvicorn
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from engine.messages import Submit
@@ -29,6 +28,7 @@ from server.app import create_app
 from server.client import EngineClient
 from server.config import ServeConfig
 from server.generation import Limits
+from server.http_server import HttpServer
 from server.tokenizer import Tokenizer
 from tests.server.worker import Script, ScriptedWorker
 
@@ -129,6 +129,7 @@ class Server:
     loop: asyncio.AbstractEventLoop
     http: httpx.Client  # one for all requests: a new one costs more than most of them
     folder: Path  # of the workers' sockets
+    http_server: HttpServer
     workers: list[ScriptedWorker] = field(default_factory=list)
 
     def add_worker(self, script: Script, *, address: str = "", **options: Any) -> ScriptedWorker:
@@ -174,7 +175,7 @@ def serving(
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     started: queue.Queue[asyncio.AbstractEventLoop] = queue.Queue()
-    http = uvicorn.Server(uvicorn.Config(app, http="h11", ws="none", log_config=None))
+    http = HttpServer(app)
 
     async def main() -> None:
         client.start()
@@ -188,7 +189,7 @@ def serving(
     requests = httpx.Client(base_url=base_url, timeout=60, trust_env=False, verify=_NO_TLS)
     folder = tempfile.TemporaryDirectory(prefix="plait-")
     loop = started.get(timeout=60)
-    server = Server(base_url, client, tokenizer, loop, requests, Path(folder.name))
+    server = Server(base_url, client, tokenizer, loop, requests, Path(folder.name), http)
     try:
         yield server
     finally:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import WorkerConfig
-from server import config, launcher, model_source
+from server import config, http_server, launcher, model_source
 from server.supervisor import (
     MAX_FAILED_STARTS,
     MAX_SILENT_LOOKS,
@@ -198,19 +198,19 @@ def test_the_curl_line_survives_a_shell_whatever_the_name() -> None:
 
 
 def test_port_0_is_a_free_port_and_a_taken_one_is_an_error() -> None:
-    with launcher._listen("127.0.0.1", 0) as listener:
+    with http_server.listen("127.0.0.1", 0) as listener:
         listener.listen()
         port = listener.getsockname()[1]
-        assert launcher.url_of(listener) == f"http://127.0.0.1:{port}"
+        assert http_server.url_of(listener) == f"http://127.0.0.1:{port}"
         with pytest.raises(OSError, match=f"--port {port}: Address already in use"):
-            launcher._listen("127.0.0.1", port)
-    with launcher._listen("0.0.0.0", 0) as listener:
-        assert launcher.url_of(listener).startswith("http://127.0.0.1:")
+            http_server.listen("127.0.0.1", port)
+    with http_server.listen("0.0.0.0", 0) as listener:
+        assert http_server.url_of(listener).startswith("http://127.0.0.1:")
 
 
 def test_an_address_of_another_machine_is_an_error() -> None:
     with pytest.raises(OSError, match=r"--host 192\.0\.2\.1"):
-        launcher._listen("192.0.2.1", 0)
+        http_server.listen("192.0.2.1", 0)
 
 
 def test_the_sockets_folder_is_private_and_goes_away(

@@ -212,13 +212,12 @@ def test_each_verb_takes_the_flags_that_mean_something_to_it(
 
 def test_a_frontend_needs_workers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["frontend"]) == 2
-    assert "--workers: expected at least one control address" in capsys.readouterr().err
+    assert "--workers: expected at least one place where workers are" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("verb", "flag", "value"),
     [
-        ("frontend", "--workers", "10.0.0.7:7000"),
         ("prefill", "--listen", "tcp://here"),
         ("decode", "--listen", "7000"),
     ],
@@ -229,6 +228,19 @@ def test_an_address_that_is_none_is_said(
     assert main([verb, flag, value]) == 2
     error = capsys.readouterr().err
     assert f"plait {verb}: {flag} {value}: expected tcp://HOST:PORT or ipc:///PATH" in error
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["10.0.0.7:7000", "dns://name", "dns://:7000", "k8s://name", "k8s://A:b", "k8s://a.b.c:d"],
+)
+def test_a_place_of_workers_that_is_none_is_said(
+    value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["frontend", "--workers", value]) == 2
+    error = capsys.readouterr().err
+    assert f"plait frontend: --workers {value}: expected tcp://HOST:PORT, ipc:///PATH, " in error
+    assert "dns://NAME:PORT or k8s://SERVICE[.NAMESPACE]:PORT" in error
 
 
 def test_workers_come_repeated_by_commas_or_in_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:

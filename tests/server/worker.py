@@ -83,7 +83,7 @@ class ScriptedWorker:
         self.load = Load()
         self._channel = Channel("worker", bind=address, key=key)
         self.instance_id = self._channel.name
-        self.address = address
+        self.address = self._channel.address
         self.hello = Hello(
             instance_id=self.instance_id,
             role=role,
@@ -143,6 +143,10 @@ class ScriptedWorker:
         """Say now how loaded it is."""
         self.load = load or self.load
         self.say(self._heartbeat())
+
+    def drain(self) -> None:
+        """Say that it takes nothing new, as one that was sent SIGTERM."""
+        self.beat(msgspec.structs.replace(self.load, is_draining=True))
 
     def _heartbeat(self) -> Heartbeat:
         load = msgspec.structs.replace(self.load, num_running=len(self._runs))
