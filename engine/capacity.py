@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from engine.config import WorkerConfig
 from engine.model.base import Model
+from kvcache.host_size import read_host_memory
 
 _CPU_SHARE = 0.25  # of the memory that is available once the weights are loaded
 _CUDA_SHARE = 0.85
@@ -74,4 +74,4 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * _CUDA_SHARE)
-    return int(psutil.virtual_memory().available * _CPU_SHARE)
+    return int(read_host_memory().available * _CPU_SHARE)  # the machine's, or what a cgroup leaves

@@ -36,6 +36,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cluster_key_file: str | None = None  # encrypt and authenticate control connections
     hash_salt: str = ""  # of the prefix hashes; equal on all workers of a cluster
     drain_timeout_s: float = 30.0
+    health_address: str | None = None  # HOST:PORT of its probes and metrics; None: nowhere
     log_level: str = "info"
     traces_url: str | None = None  # where spans go; None: nothing is traced
     parent_pid: int | None = None  # the process whose end is the worker's; None: nobody's

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from engine.engine import Engine
 from engine.plan import StepResult
 from engine.stopwatch import HANDOFF_QUEUE, PREFILL, QUEUE, RESERVE_WAIT, TAIL, WAIT
-from engine.types import Load, MetricFamily, MetricSample, Role
+from engine.types import CACHE_INFO_LABELS, Load, MetricFamily, MetricSample, Role
 from kvcache.prefix_cache import SkipReason
 
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -167,6 +167,16 @@ def _from_pool(load: Load, engine: Engine) -> Iterator[Metric]:
     ):
         pages.add_metric([state], value)
     yield pages
+    in_use = capacity.logical_pages - load.free_pages - load.evictable_pages
+    yield GaugeMetricFamily(
+        "plait_kv_utilization",
+        "Share of the KV pages that are in use, 0 to 1",
+        value=in_use / capacity.logical_pages,
+    )
+    page_size, num_pages = str(capacity.page_size), str(capacity.logical_pages)
+    info = GaugeMetricFamily("plait_cache_info", "The KV pool's shape", labels=CACHE_INFO_LABELS)
+    info.add_metric([page_size, num_pages, page_size, num_pages], 1)
+    yield info
     tokens = GaugeMetricFamily(
         "plait_pool_tokens", "Tokens that the KV pool holds", labels=["kind"]
     )

@@ -86,6 +86,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     is_draining: bool = False
 
 
+# Labels of a pool's shape; the last two are the first two under the names that the inference
+# extension of Kubernetes' Gateway API reads.
+CACHE_INFO_LABELS = ("page_size", "num_pages", "block_size", "num_gpu_blocks")
+
+
 class MetricSample(msgspec.Struct, frozen=True, array_like=True):
     name: str
     labels: dict[str, str]

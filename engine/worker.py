@@ -25,6 +25,7 @@ from engine.cluster_key import ClusterKey, ClusterKeyError
 from engine.config import WorkerConfig
 from engine.engine import Engine
 from engine.handoff.room import RoomReport
+from engine.health import HealthServer, Vitals
 from engine.host_side import HostCopyError
 from engine.inbox import HEARTBEAT_S, Inbox
 from engine.loading import load_engine
@@ -52,8 +53,10 @@ class Worker:
         engine: Engine,
         channel: Channel,
         tracer: Tracer = NO_TRACER,
+        vitals: Vitals | None = None,
     ) -> None:
         self._config = config
+        self._vitals = Vitals(config.role) if vitals is None else vitals
         self._engine = engine
         self._scheduler = engine.scheduler
         self._channel = channel
@@ -100,6 +103,8 @@ class Worker:
         with self._lock:
             heart.start()
             hands.start()
+            self._vitals.turned()
+            self._vitals.state = "ready"
             log.info("ready at %s", self._channel.address)
             while self._turn():
                 pass
@@ -113,6 +118,7 @@ class Worker:
 
     def _turn(self) -> bool:
         """One round of the loop; False when the worker is done."""
+        self._vitals.turned()
         if self._drain_asked.is_set() or self._inbox.is_draining:
             self._drain()
             if self._scheduler.is_idle:
@@ -142,6 +148,7 @@ class Worker:
         now = time.monotonic()
         if self._drain_ends_s is None:
             self._inbox.is_draining = True
+            self._vitals.state = "draining"
             self._drain_ends_s = now + self._config.drain_timeout_s
             self._heartbeat_if_due(0.0)
         elif now >= self._drain_ends_s:
@@ -185,6 +192,7 @@ class Worker:
             num_malformed=self._channel.num_malformed,
             refused={**self._inbox.refused, "connection": self._channel.num_refused},
         )
+        self._vitals.load, self._vitals.families = load, families
         self._inbox.tell_frontends(Heartbeat(load=load, metrics=families))
         self._inbox.tell_workers(Alive())
         self._channel.alive()
@@ -229,7 +237,11 @@ def main() -> int:
     set_title(f"plait {config.title} rank 0" if config.cp_size > 1 else f"plait {config.title}")
     if config.parent_pid is not None:  # Ctrl-C reaches the front end, which drains
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    vitals = Vitals(config.role)
+    health: HealthServer | None = None
     try:
+        if config.health_address is not None:  # answers while the model is loaded
+            health = HealthServer(config.health_address, vitals)
         key = ClusterKey.read(Path(config.cluster_key_file)) if config.cluster_key_file else None
         channel = Channel("worker", uuid.uuid4().hex, bind=config.listen_address, key=key)
         engine = load_engine(config)
@@ -246,7 +258,7 @@ def main() -> int:
         log.debug("where it was raised", exc_info=error)
         return BAD_OPTIONS
     tracer = open_tracer(config.traces_url, service=f"plait-{config.role}", instance=channel.name)
-    worker = Worker(config, engine, channel, tracer)
+    worker = Worker(config, engine, channel, tracer, vitals)
 
     def on_term(signum: int, frame: FrameType | None) -> None:
         worker.drain()
@@ -255,6 +267,8 @@ def main() -> int:
     if config.parent_pid is None:
         signal.signal(signal.SIGINT, on_term)
     code = worker.run()
+    if health is not None:
+        health.close()
     tracer.close()
     return code
 

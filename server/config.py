@@ -49,13 +49,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
 DISCOVERY = ("workers", "dns_interval_s", "kubernetes_api", "kubernetes_credentials")
 # Options that mean nothing to a verb although their group does.
 NOT_FOR: dict[str, tuple[str, ...]] = {
-    "serve": (*DISCOVERY, "listen", "transfer_host"),
+    "serve": (*DISCOVERY, "listen", "transfer_host", "health_address"),
     "frontend": (
         "colocated",
         "decode_workers",
         "device",
         "dtype",
         "context_length",
+        "health_address",
         "listen",
         "prefill_cp_size",
         "prefill_groups",
@@ -123,6 +124,7 @@ def _split_commas(value: object) -> object:
 # NoDecode: an environment variable holds a comma list, not JSON
 Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
 ADDRESS = r"^(tcp://.+:\d+|ipc:///.+)$"
+HEALTH_ADDRESS = r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/]+):\d{1,5}$"
 Places = Annotated[
     tuple[Annotated[str, Field(pattern=places.PATTERN)], ...],
     NoDecode,
@@ -229,6 +231,14 @@ class ServeConfig(BaseSettings):
         "control address to listen on, such as tcp://10.0.0.7:7000 (default: tcp://127.0.0.1:7000)",
         "tcp://HOST:PORT or ipc:///PATH",
         pattern=ADDRESS,
+    )
+    health_address: str | None = _option(
+        "cluster",
+        None,
+        "where a worker answers /live, /ready, /health and /metrics over HTTP, as 10.0.0.7:7001"
+        " (default: nowhere)",
+        "HOST:PORT",
+        pattern=HEALTH_ADDRESS,
     )
     transfer_host: str = _option(
         "cluster",
@@ -440,6 +450,8 @@ class ServeConfig(BaseSettings):
             else None,
             hash_salt=salt,
             drain_timeout_s=self.drain_timeout_s,
+            # Workers that a front end starts would all ask for the same port.
+            health_address=self.health_address if parent_pid is None else None,
             log_level=self.log_level,
             traces_url=self.traces_url,
             parent_pid=parent_pid,

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.types import Role
+from engine.types import CACHE_INFO_LABELS, Role
 from server.discovery.places import REASONS
 from server.fleet import Fleet, Loss
 
@@ -32,6 +32,8 @@ _OWN = frozenset(
         "requests_running",
         "requests_waiting",
         "workers_ready",
+        "fleet_kv_utilization",
+        "fleet_cache_info",
         "errors",
         "aborts",
         "replays",
@@ -151,10 +153,31 @@ class _FleetCollector(Collector):
         for role in get_args(Role):
             ready.add_metric([role], sum(w.hello.role == role for w in self._fleet))
         yield ready
+        yield from self._pools()
         yield from self._merged()
 
     def describe(self) -> Iterable[Metric]:
         return ()
+
+    def _pools(self) -> Iterator[Metric]:
+        """Of the workers that answers are held by: prefill groups keep theirs as a cache."""
+        holders = [worker for worker in self._fleet if worker.hello.role != "prefill"]
+        num_pages = sum(worker.hello.total_pages for worker in holders)
+        heard = [worker for worker in holders if worker.families]
+        num_idle = sum(w.load.free_pages + w.load.evictable_pages for w in heard)
+        num_known = sum(worker.hello.total_pages for worker in heard)
+        yield _gauge(
+            "plait_fleet_kv_utilization",
+            "Share of all decode workers' KV pages that are in use, 0 to 1",
+            1 - num_idle / num_known if num_known else 0.0,
+        )
+        info = GaugeMetricFamily(
+            "plait_fleet_cache_info", "Shape of all decode workers' pools", labels=CACHE_INFO_LABELS
+        )
+        if holders:
+            page_size = str(holders[0].hello.page_size)
+            info.add_metric([page_size, str(num_pages), page_size, str(num_pages)], 1)
+        yield info
 
     def _merged(self) -> Iterable[Metric]:
         merged: dict[str, Metric] = {}

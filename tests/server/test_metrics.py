@@ -6,7 +6,7 @@ from typing import get_args
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.types import MetricFamily, MetricSample, Role
+from engine.types import Load, MetricFamily, MetricSample, Role
 from tests.server.scripted import MODEL_NAME, Server, reply, serving
 
 CHAT = "/v1/chat/completions"
@@ -94,6 +94,21 @@ def test_families_of_workers_are_merged_by_slot_and_role() -> None:
         assert lost(server) == {("colocated", "disconnected"): 1}
         server.add_worker(reply(token_ids))
         assert sorted(worker.slot for worker in server.client.fleet) == [0, 1]
+
+
+def test_pools_in_use_are_the_decode_workers_as_their_heartbeats_say() -> None:
+    with serving() as server:
+        token_ids = server.tokenizer.encode("fine")
+        for role, free, cached in (("prefill", 1024, 0), ("decode", 512, 256), ("decode", 0, 512)):
+            worker = server.add_worker(reply(token_ids), role=role)
+            worker.families = [family("plait_steps", "counter", 1.0)]
+            worker.beat(Load(free_pages=free, evictable_pages=cached))
+        server.until(lambda: all(worker.families for worker in server.client.fleet))
+        found = scrape(server)
+    assert found["plait_fleet_kv_utilization", ()] == 1 - (512 + 256 + 512) / 2048
+    (labels,) = [dict(labels) for name, labels in found if name == "plait_fleet_cache_info"]
+    assert labels["num_pages"] == labels["num_gpu_blocks"] == "2048"
+    assert labels["page_size"] == labels["block_size"]
 
 
 def test_nothing_a_client_sends_becomes_a_label() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.messages import Hello
 from engine.metrics import WorkerMetrics
 from engine.types import MetricFamily, Role
 from kvcache.transfer.loopback import LoopbackNetwork
@@ -43,7 +44,23 @@ def of_workers(families: Iterable[MetricFamily]) -> dict[str, tuple[str, frozens
 
 def test_the_docs_name_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = Metrics()
-    metrics.watch(Fleet())
+    fleet = Fleet()
+    fleet.join(
+        "tcp://w",
+        Hello(
+            instance_id="w",
+            role="decode",
+            pid=1,
+            host="here",
+            model="tiny",
+            vocab_size=100,
+            context_length=1024,
+            page_size=64,
+            total_pages=16,
+            cp_size=1,
+        ),
+    )
+    metrics.watch(fleet)
     metrics.requests.labels("/v1", "stop")
     metrics.errors.labels("overloaded", "503")
     expected = {
