@@ -2,6 +2,7 @@
 # make test  [ARGS="tests/server"]  install with the test tools, run pytest
 # make test-gpu                     on a machine with a CUDA device: the tests that need one
 # make check                        format, lint, types, law of imports
+# make chart                       lint, render and check the Helm chart; package it into dist/
 # make bench [ARGS="--concurrency 8"]  load a running server (http://127.0.0.1:8000)
 # PYTHON=/path/to/python3 chooses the interpreter that makes .venv.
 
@@ -9,7 +10,7 @@ ARGS ?=
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: help serve test test-gpu check bench install install-dev
+.PHONY: help serve test test-gpu check chart bench install install-dev
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -34,6 +35,10 @@ check: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+chart: install-dev
+	@exec $(BIN)/python -m pytest tests/helm $(ARGS)
+	@"$$(scripts/helm.sh)" package helm --destination dist
 
 bench: install
 	@exec $(BIN)/plait bench $(ARGS)

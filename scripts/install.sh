@@ -110,5 +110,8 @@ fi
 say "installing plait[$extras] and the packages it needs (a minute or two)"
 pip install --quiet -c constraints.txt -e ".[$extras]"
 sh scripts/system_libraries.sh "$venv" "$has_gpu"
+if [ "$profile" = dev ]; then
+    sh scripts/helm.sh >/dev/null || say "the chart's tests need helm: see above"
+fi
 echo "$fingerprint" >"$venv/.plait-$profile"
 say "installed in $venv"
