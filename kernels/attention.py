@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.dispatch import cpu_kernels
+from kernels.dispatch import cpu_kernels, fall_back, gpu_kernels
 
 _LOWEST = torch.finfo(torch.float32).min
 _TINY = torch.finfo(torch.float32).tiny
@@ -77,6 +77,9 @@ def mla_rows(
     if (cpu := _compiled(q, cache)) is not None:
         out: torch.Tensor = cpu.mla(q, cache, rows.long(), counts.long(), w_uv, scale)
         return out
+    if (gpu := _triton("mla_rows", q, cache, w_uv.shape[2])) is not None:
+        latent = gpu.mla_latents(q, cache, rows, counts, 0, w_uv.shape[2], scale)
+        return values_of(latent, w_uv).to(q.dtype)
     within = _within(rows, counts)
     own = cache[rows].masked_fill_(~within.transpose(1, 2), 0)  # [N, K, D]
     keys, latent = own[..., own.shape[-1] - q.shape[-1] :], own[..., : w_uv.shape[2]]
@@ -94,6 +97,9 @@ def mla_paged(
     scale: float,
 ) -> torch.Tensor:  # [N, H, V] in q's dtype
     """Latent attention where each query reads the whole of its own paged context."""
+    if (gpu := _triton("mla_paged", q, cache, w_uv.shape[2])) is not None:
+        latent = gpu.mla_latents(q, cache, pages, counts, page_size, w_uv.shape[2], scale)
+        return values_of(latent, w_uv).to(q.dtype)
     return mla_rows(q, cache, _rows_of(pages, page_size), counts, w_uv, scale)
 
 
@@ -110,6 +116,11 @@ def mla_causal(
 ) -> torch.Tensor:  # [M, H, V] in q_pe's dtype
     """Latent attention of one request's queries at start, start + 1, ...: each sees the whole
     context up to itself."""
+    if (gpu := _triton("mla_causal", q_pe, cache, w_uv.shape[2])) is not None:
+        found: torch.Tensor = gpu.mla_causal(
+            q_nope, q_pe, cache, pages, start, page_size, w_uk, w_uv, scale
+        )
+        return found
     num, num_heads, _ = q_pe.shape
     own = cache[_rows_of(pages, page_size)[: start + num]].float()
     latent = own[:, : w_uv.shape[2]]
@@ -152,6 +163,9 @@ def gqa_paged(
     scale: float,
 ) -> torch.Tensor:  # [N, num_heads, D] in q's dtype
     """Grouped-query attention where each query reads the whole of its own paged context."""
+    if (gpu := _triton("gqa_paged", q, keys)) is not None:
+        out: torch.Tensor = gpu.gqa_paged(q, keys, values, pages, counts, page_size, scale)
+        return out
     return gqa_rows(q, keys, values, _rows_of(pages, page_size), counts, scale)
 
 
@@ -166,6 +180,9 @@ def gqa_causal(
 ) -> torch.Tensor:  # [M, num_heads, D] in q's dtype
     """Grouped-query attention of one request's queries at start, start + 1, ...: each sees the
     whole context up to itself."""
+    if (gpu := _triton("gqa_causal", q, keys)) is not None:
+        found: torch.Tensor = gpu.gqa_causal(q, keys, values, pages, start, page_size, scale)
+        return found
     num, num_heads, dim = q.shape
     num_kv = keys.shape[1]
     rows = _rows_of(pages, page_size)[: start + num]
@@ -220,4 +237,18 @@ def _compiled(q: torch.Tensor, cache: torch.Tensor) -> ModuleType | None:
         return None
     from kernels.cpu import attention
 
+    return attention
+
+
+def _triton(
+    port: str, q: torch.Tensor, cache: torch.Tensor, latent_dim: int | None = None
+) -> ModuleType | None:
+    """kernels.gpu.attention where it can take the call."""
+    if not gpu_kernels(q, cache):
+        return None
+    from kernels.gpu import attention
+
+    if (why := attention.declines(q, cache, latent_dim)) is not None:
+        fall_back(port, why)
+        return None
     return attention

@@ -22,3 +22,18 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(7)
+
+
+@pytest.fixture(autouse=True)
+def bounds_of_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps scalars in arrays of one element, which newer numpy refuses to take for
+    the bounds of a range."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
