@@ -3,6 +3,7 @@
 # make test-gpu                     on a machine with a CUDA device: the tests that need one
 # make check                        format, lint, types, law of imports
 # make chart                       lint, render and check the Helm chart; package it into dist/
+# make image [ARGS="gpu --build-arg …"]  a container image, by docker, podman or buildah
 # make bench [ARGS="--concurrency 8"]  load a running server (http://127.0.0.1:8000)
 # PYTHON=/path/to/python3 chooses the interpreter that makes .venv.
 
@@ -10,7 +11,7 @@ ARGS ?=
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: help serve test test-gpu check chart bench install install-dev
+.PHONY: help serve test test-gpu check chart bench image install install-dev
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -42,3 +43,6 @@ chart: install-dev
 
 bench: install
 	@exec $(BIN)/plait bench $(ARGS)
+
+image:
+	@scripts/image.sh $(or $(ARGS),cpu)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +28,7 @@ from engine.runner import Runner
 from engine.scheduler.scheduler import Scheduler
 from kernels.cpu import threads
 from kernels.linear import warm_up
+from kvcache import cgroup
 from kvcache.allocator import CPSharedPagedAllocator
 from kvcache.events import EventLog
 from kvcache.host_size import plan_host_pages, read_host_memory
@@ -98,7 +98,7 @@ def load_weights(config: WorkerConfig, rank: int) -> Weights:
     device = _resolve_device(config.device, rank)
     dtype = resolve_dtype(config.dtype, device)
     if device.type == "cpu":
-        threads.configure(max(1, len(os.sched_getaffinity(0)) // config.cp_size))
+        threads.configure(max(1, cgroup.available_cpus() // config.cp_size))
         with threads.one_compiler():
             warm_up((dtype,))
     model = load_model(config.model, device, dtype, config.context_length)

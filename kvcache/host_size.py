@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from kvcache import cgroup
+
 _SHARE = 0.9  # of the available memory; the rest is for everything else
 _GB = 10**9
 
@@ -33,14 +35,14 @@ class HostMemory:
 
 
 def read_host_memory(
-    cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+    cgroups: Path = cgroup.ROOT, membership: Path = cgroup.MEMBERSHIP
 ) -> HostMemory:
     """What this machine has available, and what this process's cgroup and those above it leave.
     cgroup v1 and v2; what cannot be read limits nothing."""
     left = [
         limit - used
-        for folder, names in _memory_folders(cgroups, membership)
-        if (limit := _number(folder / names.limit)) is not None
+        for folder, is_v2 in cgroup.folders("memory", cgroups, membership)
+        if (limit := cgroup.number(folder / (names := _V2 if is_v2 else _V1).limit)) is not None
         and (used := _used(folder, names)) is not None
     ]
     machine = psutil.virtual_memory().available
@@ -96,44 +98,15 @@ _V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 _V2 = _Names("memory.max", "memory.current", "inactive_file")
 
 
-def _memory_folders(cgroups: Path, membership: Path) -> list[tuple[Path, _Names]]:
-    """This process's memory cgroups, from its own to the root."""
-    found: list[tuple[Path, _Names]] = []
-    for line in _text(membership).splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            root, names = cgroups, _V2
-        elif "memory" in controllers.split(","):
-            root, names = cgroups / "memory", _V1
-        else:
-            continue
-        own = root / path.strip("/")
-        found += [(own, names)]
-        found += [(folder, names) for folder in own.parents if folder.is_relative_to(root)]
-    return found
-
-
 def _used(folder: Path, names: _Names) -> int | None:
-    used = _number(folder / names.used)
+    used = cgroup.number(folder / names.used)
     if used is None:
         return None
-    for line in _text(folder / "memory.stat").splitlines():
+    for line in cgroup.text(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name == names.reclaimable:
             used -= int(value)
     return used
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdecimal() else None  # v2 says "max" for no limit
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def _floor(value: float) -> float:

@@ -10,17 +10,22 @@ and cannot be set here: GOMP_SPINCOUNT=1000 is much faster on cores that other p
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+# Kernels compiled when plait was packed, as in a container image; numba takes those of its own kind
+# of processor only.
+SHIPPED = Path(sys.prefix) / "share" / "plait" / "numba"
 
 _KEPT_S = 30 * 24 * 3600
 
@@ -45,7 +50,7 @@ def configure(num_threads: int) -> None:
         config.reload_config()  # it may have been read before
 
 
-@contextmanager
+@contextlib.contextmanager
 def one_compiler() -> Iterator[None]:
     """One process at a time: those that start together do not compile the same kernels, but wait
     for the first and load what it has compiled."""
@@ -69,7 +74,8 @@ def cache_folder() -> Path:
     """Where compiled kernels are kept: one folder per state of the sources.
 
     numba notices a changed kernel but not a changed function that the kernel calls, hence the
-    digest. PLAIT_HOME, then the XDG cache directory, then the temporary directory is taken.
+    digest. PLAIT_HOME, then the XDG cache directory, then the temporary directory is taken. A new
+    folder begins with what was shipped for these sources.
     """
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()[:16]
@@ -78,13 +84,28 @@ def cache_folder() -> Path:
     for base in (home, Path(tempfile.gettempdir()) / f"plait-{os.getuid()}"):
         folder = base / "numba" / digest
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            _make(folder)
         except OSError:
             continue
         if os.access(folder, os.W_OK):
             _remove_unused(folder)
             return folder
     raise OSError(f"no writable folder for compiled kernels: tried {home} and the temporary one")
+
+
+def _make(folder: Path) -> None:
+    if folder.is_dir():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shipped = SHIPPED / folder.name
+    if not shipped.is_dir() or folder == shipped:
+        folder.mkdir(exist_ok=True)
+        return
+    # Whole at once: other processes may be starting as well.
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as scratch:
+        copy = shutil.copytree(shipped, Path(scratch) / folder.name)
+        with contextlib.suppress(OSError):  # another process was faster
+            copy.rename(folder)
 
 
 def is_cache_empty() -> bool:
