@@ -1,5 +1,5 @@
-"""The images' HEALTHCHECK: exit code 0 while /live answers 200, of a front end at PLAIT_PORT or of a
-worker at PLAIT_HEALTH_ADDRESS. Knows no flags: what `docker run` is told by --port it cannot see."""
+"""The images' HEALTHCHECK: exit code 0 while /live answers 200, of a front end at PLAIT_PORT or of
+a worker at PLAIT_HEALTH_ADDRESS. Sees variables only, not what `--port` and other flags say."""
 
 from __future__ import annotations
 
