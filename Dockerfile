@@ -121,7 +121,8 @@ ENV PATH=/opt/plait/bin:$PATH \
     PLAIT_HOST=0.0.0.0 \
     PLAIT_PORT=8000 \
     PYTHONDONTWRITEBYTECODE=1 \
-    PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1 \
+    TRITON_CACHE_MANAGER=kernels.gpu.shipped_cache:ShippedCache
 USER 10001:10001
 WORKDIR /var/lib/plait
 VOLUME ["/var/lib/plait"]

@@ -35,7 +35,7 @@ install_plait() {
     pip install --no-compile --no-build-isolation --no-deps --no-index --force-reinstall .
     # An image keeps whole seconds only, and numba compares a kernel's date with its source's.
     find "$venv"/lib/python3.*/site-packages/kernels -name '*.py' -exec touch -d @1767225600 {} +
-    cd / && GOMP_SPINCOUNT=1000 "$venv/bin/python" - <"$here/image_warm_up.py"
+    cd / && GOMP_SPINCOUNT=1000 "$venv/bin/python" "$here/image_warm_up.py" "$extra"
 }
 
 here=$(cd "$(dirname "$0")" && pwd)
