@@ -13,8 +13,8 @@ from engine.messages import Heartbeat, Hello
 from engine.peers import MAX_SILENT_LOOKS
 from engine.types import Load, MetricFamily
 
-# Why a worker is no longer there. The last three are failures; `replaced`: another process answers
-# at its address.
+# Why a worker is no longer there: the first two without fault. `replaced`: another process answers
+# at its address, and it said no goodbye.
 Loss = Literal["removed", "ended", "replaced", "exited", "disconnected", "silent"]
 
 

@@ -14,22 +14,9 @@ from engine.types import MetricFamily, Role
 from kvcache.transfer.loopback import LoopbackNetwork
 from server.fleet import Fleet
 from server.metrics import Metrics
+from tests.documented import DOCS, documented
 from tests.engine.handoff.pair import Pair
 from tests.tiny import save_dsa
-
-DOCS = Path(__file__).parents[2] / "docs" / "observe.md"
-ROW = re.compile(r"^\| `(plait_\w+)(?:\{([\w,]+)\})?` \| (\w+) \|", re.MULTILINE)
-
-
-def documented() -> dict[str, tuple[str, frozenset[str]]]:
-    """By name: type and labels."""
-    rows = ROW.findall(DOCS.read_text(encoding="utf-8"))
-    found = {
-        name.removesuffix("_total"): (kind, frozenset(labels.split(",")) - {""})
-        for name, labels, kind in rows
-    }
-    assert len(found) == len(rows), "a metric is there twice"
-    return found
 
 
 def of_workers(families: Iterable[MetricFamily]) -> dict[str, tuple[str, frozenset[str]]]:
