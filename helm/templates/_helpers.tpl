@@ -39,7 +39,7 @@ app.kubernetes.io/part-of: plait
 {{- if $image.digest -}}
 {{ $image.repository }}@{{ $image.digest }}
 {{- else -}}
-{{ $image.repository }}:{{ $image.tag | default (ternary "gpu" "cpu" (eq .Values.accelerator.kind "nvidia")) }}
+{{ $image.repository }}:{{ $image.tag | default (printf "%s-%s" .Chart.AppVersion (ternary "gpu" "cpu" (eq .Values.accelerator.kind "nvidia"))) }}
 {{- end }}
 {{- end }}
 

@@ -112,13 +112,6 @@ readinessProbe:
   failureThreshold: 2
 {{- end }}
 
-{{- define "plait.preStop" -}}
-lifecycle:
-  preStop:
-    exec:
-      command: [sleep, {{ .Values.drain.delaySeconds | quote }}]
-{{- end }}
-
 {{- define "plait.volumeMounts" -}}
 - name: models
   mountPath: /models

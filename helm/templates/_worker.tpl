@@ -63,7 +63,11 @@ spec:
             - {name: control, containerPort: 7000}
             - {name: health, containerPort: 7001}
           {{- include "plait.probes" (list $root $role) | nindent 10 }}
-          {{- include "plait.preStop" $root | nindent 10 }}
+          # Until front ends have seen that the pod leaves, it takes what they send; then it drains.
+          lifecycle:
+            preStop:
+              exec:
+                command: [sleep, {{ $root.Values.drain.delaySeconds | quote }}]
           resources:
             {{- $limits := deepCopy ($values.resources.limits | default dict) }}
             {{- if $onGpu }}

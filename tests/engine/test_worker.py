@@ -6,13 +6,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from engine.channel import Channel
 from engine.config import WorkerConfig
 from engine.handoff.room import Reservation
+from engine.health import HealthServer, Vitals
 from engine.loading import load_engine
-from engine.messages import Drain, Handoff, Outputs, Prefill
+from engine.messages import Drain, Handoff, Outputs, Prefill, Submit
 from engine.plan import StepPlan, StepResult
 from engine.types import Request, SamplingParams
 from engine.worker import Worker
@@ -110,3 +112,55 @@ def test_a_finished_hand_off_does_not_wait_for_the_step_that_runs(
     for peer in peers.values():
         peer.close()
     twin.close()
+
+
+def test_probes_follow_the_worker_from_its_start_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request is under way when the end is asked for; each step asks the probes."""
+    address = f"ipc://{tmp_path}/w"
+    config = WorkerConfig(
+        model=str(save_dsa(tmp_path)),
+        listen_address=address,
+        device="cpu",
+        dtype="float32",
+        max_total_tokens=1024,
+    )
+    vitals = Vitals(config.role)
+    server = HealthServer("127.0.0.1:0", vitals)
+    http = httpx.Client(base_url=f"http://127.0.0.1:{server.port}")
+
+    def statuses() -> tuple[int, int, int]:
+        live, ready, health = (http.get(f"/{name}") for name in ("live", "ready", "health"))
+        return live.status_code, ready.status_code, health.status_code
+
+    assert statuses() == (200, 503, 503)
+    engine = load_engine(config)
+    worker = Worker(config, engine, Channel("worker", "w", bind=address), vitals=vitals)
+    execute = engine.leader.execute
+    seen: list[tuple[int, int, int]] = []
+
+    def ask_first(plan: StepPlan) -> StepResult:
+        seen.append(statuses())
+        worker.drain()
+        return execute(plan)
+
+    monkeypatch.setattr(type(engine.leader), "execute", lambda self, plan: ask_first(plan))
+    frontend = Channel("frontend", "f")
+    frontend.dial(address)
+    loop = threading.Thread(target=worker.run)
+    loop.start()
+    heard: list[object] = []
+    while not heard:
+        heard += frontend.receive(0.1)  # hello
+    request = Request(rid="r", token_ids=[5, 6, 7], sampling=SamplingParams(max_tokens=3))
+    frontend.send(address, Submit(request=request))
+    while loop.is_alive():
+        heard += frontend.receive(0.05)
+    assert seen == [(200, 200, 200), (200, 503, 200), (200, 503, 200)]
+    page = http.get("/metrics").text
+    assert 'plait_kv_utilization{role="colocated"}' in page
+    assert 'plait_computed_tokens_total{phase="prefill",role="colocated"} 3.0' in page
+    http.close()
+    server.close()
+    frontend.close()
