@@ -10,6 +10,7 @@ apiVersion: apps/v1
 kind: StatefulSet
 metadata:
   name: {{ $name }}
+  namespace: {{ $root.Release.Namespace }}
   labels:
     {{- include "plait.labels" (list $root $role) | nindent 4 }}
 spec:
@@ -103,6 +104,7 @@ apiVersion: v1
 kind: Service
 metadata:
   name: {{ $name }}
+  namespace: {{ $root.Release.Namespace }}
   labels:
     {{- include "plait.labels" (list $root $role) | nindent 4 }}
 spec:

@@ -337,6 +337,7 @@ def test_monitors_come_with_the_kinds_that_the_cluster_knows() -> None:
         monitor = found.get("PodMonitor", name)["spec"]
         (endpoint,) = monitor["podMetricsEndpoints"]
         assert (endpoint["port"], endpoint["path"]) == (port, "/metrics")
+        assert monitor["jobLabel"] in found.pod("decode")["metadata"]["labels"]
         wanted = monitor["selector"]["matchLabels"].items()
         among = monitor["selector"].get("matchExpressions", [{"values": list(roles)}])[0]["values"]
         chosen = {
@@ -349,7 +350,7 @@ def test_monitors_come_with_the_kinds_that_the_cluster_knows() -> None:
         assert all(port in {p["name"] for p in found.container(role)["ports"]} for role in roles)
 
 
-def test_a_service_account_of_the_monitors_counts_nothing_twice() -> None:
+def test_monitors_count_nothing_twice() -> None:
     """Front ends relay workers' metrics with a `worker` label; workers' own have none."""
     found = render(None, "--api-versions", APIS[0])
     (own,) = found.get("PodMonitor", "frontend")["spec"]["podMetricsEndpoints"]
