@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from torch.nn import functional
 
+from kernels.dispatch import gpu_kernels
 from kernels.index_logits import index_logits, index_logits_rows
 from kernels.topk import exact_topk
 
@@ -37,6 +38,10 @@ def causal(
             f"{num_queries} queries from position {start} on need {context} tokens, "
             f"{len(pages)} pages of {page_size} hold {len(pages) * page_size}"
         )
+    if gpu_kernels(q, keys, weights, pages):
+        from kernels.gpu import index_topk as gpu
+
+        return gpu.causal(q, weights, keys, pages, start, page_size, topk)
     own = keys[rows_of(pages, torch.arange(context, device=q.device), page_size)]
     positions = torch.arange(start, context, device=q.device)
     step = max(1, _WORKSPACE_BYTES // (4 * num_heads * context))
@@ -60,6 +65,10 @@ def paged(
     topk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # as for `causal` [N, topk]; how many [N], as counts
     """The choice of one query of each of N requests."""
+    if gpu_kernels(q, keys, weights, pages, counts):
+        from kernels.gpu import index_topk as gpu
+
+        return gpu.paged(q, weights, keys, pages, counts, page_size, topk)
     num, num_heads = q.shape[:2]
     width = pages.shape[1] * page_size
     columns = torch.arange(width, device=q.device)
@@ -85,6 +94,10 @@ def rows_of(
 ) -> torch.Tensor:  # int32, shaped like positions
     """The cache row of each position. Where there is none it is the row of position 0, which any
     context that is not empty has written."""
+    if gpu_kernels(pages, positions):
+        from kernels.gpu import index_topk as gpu
+
+        return gpu.rows_of(pages, positions, page_size)
     at = positions.long().clamp_min(0)
     page = at // page_size
     held = pages.gather(1, page) if pages.dim() == 2 else pages[page]

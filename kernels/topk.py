@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.dispatch import gpu_kernels
+
 
 def exact_topk(scores: torch.Tensor, k: int) -> torch.Tensor:
     """scores [T, L] float32, -inf where a token may not be chosen -> int64 [T, min(k, L)].
@@ -15,6 +17,10 @@ def exact_topk(scores: torch.Tensor, k: int) -> torch.Tensor:
     if k <= 0:
         raise ValueError(f"k must be positive, got {k}")
     width = min(k, scores.shape[1])
+    if gpu_kernels(scores) and scores.dtype == torch.float32:
+        from kernels.gpu import topk as gpu
+
+        return gpu.exact_topk(scores, width)
     values, columns = scores.topk(width, dim=-1, sorted=True)
     threshold = values[:, -1:]  # [T, 1]: the k-th best; -inf where fewer are finite
     at_least = scores >= threshold

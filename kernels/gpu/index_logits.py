@@ -1,0 +1,240 @@
+"""Index scores from paged keys. The specification is kernels.index_logits.
+
+Keys are the rows of the product and (query, head) its columns, so that the sum over heads runs
+mostly inside a thread. Scores of tokens that a query may not see are left unwritten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _scores(
+    q,  # [COLUMNS, DIM]: query-major, heads padded to HEADS
+    w,  # [COLUMNS] float32, 0 for padding
+    keys,  # [rows, dim]
+    pages,  # row pages of the context
+    at,  # first position of this block
+    limit,  # positions from here on are not read
+    dim,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
+    WITHIN_PAGE: tl.constexpr,  # a block lies in one page
+    EVEN_DIM: tl.constexpr,  # dim == DIM
+):  # [KEYS, QUERIES] float32
+    inside = tl.arange(0, KEYS)
+    d = tl.arange(0, DIM)
+    if WITHIN_PAGE:
+        # All rows of a page exist; what lies past the context is read and then not stored.
+        page = tl.load(pages + at // PAGE).to(tl.int64)
+        address = keys + (page * PAGE + at % PAGE) * dim + inside[:, None] * dim + d[None, :]
+        if EVEN_DIM:
+            k = tl.load(address)
+        else:
+            k = tl.load(address, mask=(d < dim)[None, :], other=0.0)
+    else:
+        position = at + inside
+        seen = position < limit
+        page = tl.load(pages + position // PAGE, mask=seen, other=0).to(tl.int64)
+        row = page * PAGE + position % PAGE
+        mask = seen[:, None] & (d < dim)[None, :]
+        k = tl.load(keys + row[:, None] * dim + d[None, :], mask=mask, other=0.0)
+    products = tl.dot(k, tl.trans(q), input_precision="ieee")  # [KEYS, COLUMNS]
+    weighted = tl.maximum(products, 0.0) * w[None, :]
+    return tl.sum(tl.reshape(weighted, [KEYS, QUERIES, HEADS]), axis=2)
+
+
+@triton.jit
+def _causal(
+    q,  # [num_queries, heads, dim]
+    weights,  # [num_queries, heads] float32
+    keys,  # [rows, dim]
+    pages,  # [P] int32
+    out,  # [num_queries, out_stride] float32
+    num_queries,
+    heads,
+    dim,
+    start,  # position of the first query
+    least,  # a query that sees no more tokens is not scored
+    span,  # positions of one program, a multiple of KEYS
+    q_stride,
+    q_head_stride,
+    w_stride,
+    out_stride,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
+    WITHIN_PAGE: tl.constexpr,
+    EVEN_DIM: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    first = tl.program_id(0) * QUERIES
+    begin = tl.program_id(1) * span
+    last = tl.minimum(first + QUERIES, num_queries)
+    limit = tl.minimum(start + last, begin + span)
+    if (begin >= limit) | (start + last <= least):
+        return
+    column = tl.arange(0, QUERIES * HEADS)
+    query, head = first + column // HEADS, column % HEADS
+    real = (query < num_queries) & (head < heads)
+    d = tl.arange(0, DIM)
+    address = q + query[:, None].to(tl.int64) * q_stride + head[:, None] * q_head_stride
+    own = tl.load(address + d[None, :], mask=real[:, None] & (d < dim)[None, :], other=0.0)
+    w = tl.load(weights + query.to(tl.int64) * w_stride + head, mask=real, other=0.0)
+    target = first + tl.arange(0, QUERIES)
+    rows = out + target.to(tl.int64) * out_stride  # [QUERIES]
+    for at in tl.range(begin, limit, KEYS, num_stages=STAGES):
+        scores = _scores(
+            own, w, keys, pages, at, limit, dim,
+            QUERIES, HEADS, DIM, KEYS, PAGE, WITHIN_PAGE, EVEN_DIM,
+        )  # fmt: skip
+        position = at + tl.arange(0, KEYS)
+        mask = (position < limit)[:, None] & (target < num_queries)[None, :]
+        tl.store(rows[None, :] + position[:, None], scores, mask=mask)
+
+
+@triton.jit
+def _paged(
+    q,  # [num, heads, dim]
+    weights,  # [num, heads] float32
+    keys,  # [rows, dim]
+    pages,  # [num, P] int32
+    counts,  # [num]
+    out,  # [num, out_stride] float32
+    num,
+    heads,
+    dim,
+    least,
+    q_stride,
+    q_head_stride,
+    w_stride,
+    page_stride,
+    out_stride,
+    NUM: tl.constexpr,
+    SPAN: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
+    WITHIN_PAGE: tl.constexpr,
+    EVEN_DIM: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # The spans of all contexts are numbered through and dealt out, however unequal they are.
+    n = tl.arange(0, NUM)
+    count = tl.load(counts + n, mask=n < num, other=0).to(tl.int32)
+    spans = tl.where(count > least, (count + SPAN - 1) // SPAN, 0)
+    ends = tl.cumsum(spans, axis=0)
+    head = tl.arange(0, HEADS)
+    d = tl.arange(0, DIM)
+    for item in range(tl.program_id(0), tl.sum(spans), tl.num_programs(0)):
+        before = ends <= item
+        row = tl.sum(before.to(tl.int32)).to(tl.int64)
+        begin = (item - tl.sum(tl.where(before, spans, 0))) * SPAN
+        limit = tl.minimum(tl.sum(tl.where(n == row, count, 0)), begin + SPAN)
+        address = q + row * q_stride + head[:, None] * q_head_stride + d[None, :]
+        own = tl.load(address, mask=(head < heads)[:, None] & (d < dim)[None, :], other=0.0)
+        w = tl.load(weights + row * w_stride + head, mask=head < heads, other=0.0)
+        for at in tl.range(begin, limit, KEYS, num_stages=STAGES):
+            scores = _scores(
+                own, w, keys, pages + row * page_stride, at, limit, dim,
+                1, HEADS, DIM, KEYS, PAGE, WITHIN_PAGE, EVEN_DIM,
+            )  # fmt: skip
+            position = at + tl.arange(0, KEYS)
+            address = out + row * out_stride + position[:, None]
+            tl.store(address, scores, mask=(position < limit)[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How the work is cut."""
+
+    queries: int  # of a program
+    keys: int  # of one product
+    span: int  # positions of a program
+    warps: int
+    stages: int
+
+
+def causal(
+    q: torch.Tensor,  # [M, H, D]
+    weights: torch.Tensor,  # [M, H] float32
+    keys: torch.Tensor,  # [rows, D]
+    pages: torch.Tensor,  # [P] int32
+    start: int,
+    page_size: int,
+    out: torch.Tensor,  # [M, >= start + M] float32
+    least: int = 0,
+    tile: Tile | None = None,
+) -> None:
+    """out[i, s] for s <= start + i is query i's score of position s; queries that see no more than
+    `least` tokens may be left out."""
+    num_queries, heads, dim = q.shape
+    tile = tile or causal_tile(heads, dim, q.dtype)
+    grid = (triton.cdiv(num_queries, tile.queries), triton.cdiv(start + num_queries, tile.span))
+    _causal[grid](
+        q, weights, keys, pages, out, num_queries, heads, dim, start, least, tile.span,
+        q.stride(0), q.stride(1), weights.stride(0), out.stride(0),
+        QUERIES=tile.queries, STAGES=tile.stages, num_warps=tile.warps,
+        **_shape(heads, dim, page_size, tile),
+    )  # fmt: skip
+
+
+def paged(
+    q: torch.Tensor,  # [N, H, D]
+    weights: torch.Tensor,  # [N, H] float32
+    keys: torch.Tensor,  # [rows, D]
+    pages: torch.Tensor,  # [N, P] int32
+    counts: torch.Tensor,  # [N]
+    page_size: int,
+    out: torch.Tensor,  # [N, >= P · page_size] float32
+    num_programs: int,
+    least: int = 0,
+    tile: Tile | None = None,
+) -> None:
+    """out[n, s] for s < counts[n] is query n's score of position s; queries that see no more than
+    `least` tokens may be left out."""
+    num, heads, dim = q.shape
+    tile = tile or paged_tile(num, heads, dim, q.dtype)
+    most = num * triton.cdiv(pages.shape[1] * page_size, tile.span)
+    _paged[(min(num_programs, most),)](
+        q, weights, keys, pages, counts, out, num, heads, dim, least,
+        q.stride(0), q.stride(1), weights.stride(0), pages.stride(0), out.stride(0),
+        NUM=triton.next_power_of_2(num), SPAN=tile.span, STAGES=tile.stages,
+        num_warps=tile.warps, **_shape(heads, dim, page_size, tile),
+    )  # fmt: skip
+
+
+def causal_tile(heads: int, dim: int, dtype: torch.dtype) -> Tile:
+    """256 columns fill the tensor cores and leave room for two programs a multiprocessor."""
+    wide = triton.next_power_of_2(max(heads, 16))
+    columns = 256 * 128 * 2 // (max(128, triton.next_power_of_2(dim)) * dtype.itemsize)
+    if dtype == torch.float32:
+        columns = min(columns, 64)
+    return Tile(max(1, columns // wide), 64, 4096, 4, 3)
+
+
+def paged_tile(num: int, heads: int, dim: int, dtype: torch.dtype) -> Tile:
+    return Tile(1, 64, 256 if num < 16 else 512, 4, 2 if dtype == torch.float32 else 4)
+
+
+def _shape(heads: int, dim: int, page_size: int, tile: Tile) -> dict[str, int | bool]:
+    wide = triton.next_power_of_2(max(dim, 16))
+    return {
+        "HEADS": triton.next_power_of_2(max(heads, 16)),
+        "DIM": wide,
+        "KEYS": tile.keys,
+        "PAGE": page_size,
+        "WITHIN_PAGE": page_size % tile.keys == 0,
+        "EVEN_DIM": dim == wide,
+    }

@@ -1,0 +1,61 @@
+"""Exact top-k against a stable sort."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.gpu.topk import exact_topk, select
+
+
+def by_sorting(row: torch.Tensor, k: int) -> list[int]:
+    """Columns of the k best, ascending, -1 behind them; -inf is never chosen."""
+    order = (row + 0.0).sort(descending=True, stable=True).indices[:k]
+    chosen = order[row[order] > -torch.inf].sort().values.tolist()
+    return chosen + [-1] * (k - len(chosen))
+
+
+def draw(kind: str, rows: int, width: int, device: torch.device) -> torch.Tensor:
+    scores = torch.randn(rows, width, device=device)
+    if kind == "tied":
+        return (scores * 1.5).round() * torch.where(scores > 1, -0.0, 1.0)
+    if kind == "equal":
+        return torch.full_like(scores, -3.0)
+    if kind == "skewed":
+        return scores.abs() ** 9 * 1e-20
+    if kind == "with -inf":
+        return torch.where(torch.rand_like(scores) < 0.9, -torch.inf, scores)
+    return scores
+
+
+@pytest.mark.parametrize("kind", ["normal", "tied", "equal", "skewed", "with -inf"])
+@pytest.mark.parametrize("width, k", [(1, 1), (40, 7), (64, 64), (130, 33)])
+def test_rows(kind: str, width: int, k: int, device: torch.device) -> None:
+    scores = draw(kind, 3, width, device)
+    found = exact_topk(scores, k)
+    assert found.dtype == torch.int64
+    assert found.tolist() == [by_sorting(row, k) for row in scores.cpu()]
+
+
+@pytest.mark.parametrize("kind", ["normal", "tied", "equal"])
+def test_rows_of_many_groups(kind: str, device: torch.device) -> None:
+    """Rows of different lengths in one table, selected in groups of 16 over several levels."""
+    scores = draw(kind, 6, 70, device)
+    counts = torch.tensor([70, 0, 3, 5, 17, 69], device=device)
+    for row, count in zip(scores, counts.tolist(), strict=True):
+        row[count if count > 5 else 0 :] = torch.nan  # never read
+    out = torch.full((6, 5), 99, dtype=torch.int32, device=device)
+    select(scores, counts, 5, out, group=16)
+    some = [by_sorting(scores[i, :n].cpu(), 5) for i, n in ((0, 70), (4, 17), (5, 69))]
+    all_of_them = [list(range(n)) + [-1] * (5 - n) for n in (0, 3, 5)]
+    assert out.tolist() == [some[0], *all_of_them, *some[1:]]
+
+
+def test_minus_infinity_over_several_levels(device: torch.device) -> None:
+    scores = draw("with -inf", 3, 40, device)
+    scores[1] = -torch.inf
+    scores[2, 10:] = -torch.inf
+    out = torch.full((3, 6), 99, dtype=torch.int32, device=device)
+    counts = torch.full((3,), 40, device=device)
+    select(scores, counts, 6, out, all_scored=True, group=16)
+    assert out.tolist() == [by_sorting(row, 6) for row in scores.cpu()]
