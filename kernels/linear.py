@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import dispatch
-from kernels.dispatch import STORED, cpu_kernels
+from kernels.dispatch import STORED, cpu_kernels, gpu_kernels
 from kernels.norm import rms_norm
 
 _EXPAND_ROWS = 4096  # weight rows expanded to fp32 at a time by the fallback
@@ -41,7 +41,14 @@ def add_linear_(h: Tensor, x: Tensor, w: Tensor, bias: Tensor | None = None) -> 
     if h.dtype == torch.float32 and (cpu := cpu_kernels(x, w)) is not None and h.is_contiguous():
         cpu.add_linear_(h, x, w)
         return h if bias is None else h.add_(bias)
+    if bias is None and _adds_in_product(h, x, w):
+        return h.addmm_(x, w.t())
     return h.add_(linear(x, w, bias))
+
+
+def _adds_in_product(h: Tensor, x: Tensor, w: Tensor) -> bool:
+    """Whether a GPU's product can add to what is there, in one pass and with one rounding."""
+    return h.dim() == 2 and h.dtype == x.dtype == w.dtype and gpu_kernels(h, x, w)
 
 
 def norm_linear(
@@ -61,6 +68,11 @@ def add_swiglu_(h: Tensor, norm: Tensor, eps: float, w_gate_up: Tensor, w_down: 
     if cpu is not None and h.dtype == norm.dtype == torch.float32:
         cpu.add_swiglu_(h, norm, eps, w_gate_up, w_down)
         return h
+    if _adds_in_product(h, h, w_gate_up):
+        from kernels.gpu.swiglu import silu_mul
+
+        gated = silu_mul(linear(rms_norm(h, norm, eps), w_gate_up))
+        return add_linear_(h, gated, w_down)
     return h.add_(swiglu_mlp(rms_norm(h, norm, eps), w_gate_up, w_down))
 
 
@@ -75,7 +87,12 @@ def swiglu_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
     if (cpu := cpu_kernels(x, w_gate_up, w_down)) is not None:
         out: Tensor = cpu.swiglu_mlp(x, w_gate_up, w_down)
         return out
-    gate, up = linear(x, w_gate_up).chunk(2, dim=-1)
+    gate_up = linear(x, w_gate_up)
+    if gpu_kernels(gate_up):
+        from kernels.gpu.swiglu import silu_mul
+
+        return linear(silu_mul(gate_up), w_down)
+    gate, up = gate_up.chunk(2, dim=-1)
     return linear(functional.silu(gate) * up, w_down)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.dispatch import cpu_kernels
+from kernels.dispatch import cpu_kernels, fall_back, gpu_kernels
 from kernels.linear import swiglu_mlp
 
 
@@ -17,12 +17,17 @@ def moe(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tens
     topk_weights [T, k] -> [T, H] in x.dtype: sum of weight * (silu(gate) * up) · w2ᵀ.
 
     fp32 accumulation. A token may name an expert twice. Batch invariant where `linear` is.
-    Raises ValueError where the shapes do not fit or an id is no expert's.
+    Raises ValueError where the shapes do not fit or, but on a GPU, an id is no expert's.
     """
     _check(x, w13, w2, topk_ids, topk_weights)
     if (cpu := cpu_kernels(x, w13, w2)) is not None:
         out: Tensor = cpu.moe(x, w13, w2, topk_ids, topk_weights)
         return out
+    if _on_gpu(x, w13, w2, topk_ids, topk_weights):
+        from kernels.gpu import moe as gpu
+
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return gpu.add_moe_(out, x, w13, w2, topk_ids, topk_weights, None, adds=False)
     return moe_reference(x, w13, w2, topk_ids, topk_weights)
 
 
@@ -58,8 +63,22 @@ def add_moe_(
         if (cpu := cpu_kernels(x, *weights)) is not None:
             cpu.add_moe_(h, x, w13, w2, topk_ids, topk_weights, shared)
             return h
+    if _on_gpu(x, w13, w2, topk_ids, topk_weights) and h.dtype == x.dtype and h.is_contiguous():
+        from kernels.gpu import moe as gpu
+
+        own = None if shared is None else swiglu_mlp(x, *shared)
+        return gpu.add_moe_(h, x, w13, w2, topk_ids, topk_weights, own)
     h.add_(moe(x, w13, w2, topk_ids, topk_weights))
     return h if shared is None else h.add_(swiglu_mlp(x, *shared))
+
+
+def _on_gpu(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> bool:
+    if not gpu_kernels(x, w13, w2, topk_ids, topk_weights):
+        return False
+    if not x.dtype == w13.dtype == w2.dtype:
+        fall_back("moe", f"x is {x.dtype}, the experts are {w13.dtype} and {w2.dtype}")
+        return False
+    return x.stride(1) == 1 and w13.is_contiguous() and w2.is_contiguous()
 
 
 def moe_reference(

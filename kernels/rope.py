@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.dispatch import cpu_kernels
+from kernels.dispatch import cpu_kernels, gpu_kernels
 
 
 def apply_rope(
@@ -29,10 +29,34 @@ def apply_rope(
         from kernels.cpu import rope as cpu
 
         return cpu.apply_rope(x, cos.contiguous(), sin.contiguous(), interleaved)
+    if gpu_kernels(x, cos, sin):
+        from kernels.gpu import rope as gpu
+
+        return gpu.rope_leading(x, cos, sin, interleaved)
     if x.dim() == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     rotate = _rotate_interleaved if interleaved else _rotate_halves
     return rotate(x.float(), cos, sin).to(x.dtype)
+
+
+def rope_leading(
+    x: torch.Tensor,  # [T, H, D] or [T, D]
+    cos: torch.Tensor,  # [T, R / 2] float32, R <= D
+    sin: torch.Tensor,  # [T, R / 2] float32
+    interleaved: bool,
+    scale: float = 1.0,
+) -> torch.Tensor:  # like x, contiguous
+    """The first R elements of every head rotated as by `apply_rope`, the others as they are; all
+    of them times `scale`."""
+    rotary = 2 * cos.shape[-1]
+    if rotary < x.shape[-1] and gpu_kernels(x, cos, sin):
+        from kernels.gpu import rope as gpu
+
+        return gpu.rope_leading(x, cos, sin, interleaved, scale)
+    out = apply_rope(x[..., :rotary], cos, sin, interleaved)
+    if rotary < x.shape[-1]:
+        out = torch.cat((out, x[..., rotary:]), dim=-1)
+    return out if scale == 1.0 else out.mul_(scale)
 
 
 def _rotate_interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

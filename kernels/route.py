@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.dispatch import cpu_kernels
+from kernels.dispatch import cpu_kernels, gpu_kernels
 
 
 def sigmoid_gate(
@@ -24,6 +24,10 @@ def sigmoid_gate(
         from kernels.cpu import route as cpu
 
         return cpu.sigmoid_gate(logits.contiguous(), bias.contiguous(), top_k, normalise, factor)
+    if gpu_kernels(logits, bias):
+        from kernels.gpu import route as gpu
+
+        return gpu.gate(logits, bias, top_k, n_group, topk_group, normalise, factor)
     scores = logits.sigmoid()
     choice = scores + bias
     if n_group > 1:
@@ -45,6 +49,10 @@ def softmax_gate(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # ids [T, top_k] int64, weights [T, top_k] float32
     """DeepSeek-V2 (report, section 2.2.2): a group's score is its best expert's; n_group 1 is the
     greedy choice. `normalise` and `factor` as for sigmoid_gate."""
+    if gpu_kernels(logits):
+        from kernels.gpu import route as gpu
+
+        return gpu.gate(logits, None, top_k, n_group, topk_group, normalise, factor)
     scores = logits.softmax(dim=-1)
     if n_group > 1:
         group_scores = scores.view(len(scores), n_group, -1).amax(-1)

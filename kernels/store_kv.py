@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.dispatch import cpu_kernels
+from kernels.dispatch import cpu_kernels, gpu_kernels
 
 
 def store_rows(
@@ -20,6 +20,11 @@ def store_rows(
         from kernels.cpu import store as cpu
 
         cpu.store_rows(cache, rows, *parts)
+        return
+    if gpu_kernels(cache, *parts) and len(parts) <= 2:
+        from kernels.gpu import store as gpu
+
+        gpu.store_rows(cache, rows, tokens, *parts)
         return
     begin = 0
     for part in parts:

@@ -14,7 +14,7 @@ from engine.model.layers import activation_dtype
 from engine.model.weights import Checkpoint
 from kernels.linear import linear
 from kernels.norm import layer_norm
-from kernels.rope import apply_rope
+from kernels.rope import rope_leading
 
 _EPS = 1e-6  # of k_norm, whatever rms_norm_eps says
 
@@ -26,7 +26,6 @@ class Indexer:
         self.index_n_heads: int = heads
         self.index_head_dim: int = dim
         self.index_topk: int = config.index_topk
-        self.qk_rope_head_dim: int = config.qk_rope_head_dim
         # GLM-5 pairs neighbours as its attention does, DeepSeek-V3.2 the two halves.
         self.rope_interleave = bool(
             getattr(config, "indexer_rope_interleave", config.model_type == "glm_moe_dsa")
@@ -45,7 +44,9 @@ class Indexer:
     ) -> None:
         """key [T, index_head_dim]: the projection wk of the layer's input."""
         key = layer_norm(key, self.k_norm, self.k_norm_bias, _EPS)
-        attention.store_index_key(self.layer, self._rope(key, cos, sin))
+        # The first qk_rope_head_dim dimensions are rotated, the others pass.
+        roped = rope_leading(key, cos, sin, self.rope_interleave)
+        attention.store_index_key(self.layer, roped)
 
     def select(
         self,
@@ -59,15 +60,9 @@ class Indexer:
         if not attention.needs_selection(self.index_topk):
             return None
         q = linear(qr, self.wq_b).view(-1, self.index_n_heads, self.index_head_dim)
-        q = self._rope(q, cos, sin) * self.index_head_dim**-0.5
+        q = rope_leading(q, cos, sin, self.rope_interleave, self.index_head_dim**-0.5)
         weights = functional.linear(x.float(), self.weights_proj)
         return attention.select(self.layer, q, weights, self.index_topk)
-
-    def _rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """The first qk_rope_head_dim dimensions are rotated, the others pass."""
-        rope = self.qk_rope_head_dim
-        roped = apply_rope(x[..., :rope], cos, sin, self.rope_interleave)
-        return roped if rope == x.shape[-1] else torch.cat((roped, x[..., rope:]), dim=-1)
 
 
 def index_layers(config: Any) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from engine.model.rope import RotaryEmbedding, rope_parameters
 from engine.model.weights import Checkpoint
 from kernels.linear import linear
 from kernels.norm import rms_norm
-from kernels.rope import apply_rope
+from kernels.rope import rope_leading
 from kvcache.layout import KVGeometry
 
 
@@ -91,9 +91,7 @@ class LlamaAttention:
             q = rms_norm(qk[:, :heads], self.q_norm, shape.eps)
             k = rms_norm(qk[:, heads:], self.k_norm, shape.eps)
             qk = torch.cat((q, k), dim=1)
-        roped = apply_rope(qk[..., : shape.rotary_dim], cos, sin, interleaved=False)
-        if shape.rotary_dim < shape.head_dim:
-            roped = torch.cat((roped, qk[..., shape.rotary_dim :]), dim=-1)
+        roped = rope_leading(qk, cos, sin, interleaved=False)
         scale = shape.head_dim**-0.5
         out = attention.gqa(self.layer, roped[:, :heads], roped[:, heads:], v, scale)
         return linear(out.reshape(x.shape[0], -1), self.o_proj, self.o_bias)

@@ -142,8 +142,8 @@ def _paged(
         row = tl.sum(before.to(tl.int32)).to(tl.int64)
         begin = (item - tl.sum(tl.where(before, spans, 0))) * SPAN
         limit = tl.minimum(tl.sum(tl.where(n == row, count, 0)), begin + SPAN)
-        address = q + row * q_stride + head[:, None] * q_head_stride + d[None, :]
-        own = tl.load(address, mask=(head < heads)[:, None] & (d < dim)[None, :], other=0.0)
+        source = q + row * q_stride + head[:, None] * q_head_stride + d[None, :]
+        own = tl.load(source, mask=(head < heads)[:, None] & (d < dim)[None, :], other=0.0)
         w = tl.load(weights + row * w_stride + head, mask=head < heads, other=0.0)
         for at in tl.range(begin, limit, KEYS, num_stages=STAGES):
             scores = _scores(
@@ -151,8 +151,8 @@ def _paged(
                 1, HEADS, DIM, KEYS, PAGE, WITHIN_PAGE, EVEN_DIM,
             )  # fmt: skip
             position = at + tl.arange(0, KEYS)
-            address = out + row * out_stride + position[:, None]
-            tl.store(address, scores, mask=(position < limit)[:, None])
+            target = out + row * out_stride + position[:, None]
+            tl.store(target, scores, mask=(position < limit)[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,16 +216,18 @@ def paged(
 
 
 def causal_tile(heads: int, dim: int, dtype: torch.dtype) -> Tile:
-    """256 columns fill the tensor cores and leave room for two programs a multiprocessor."""
+    """128 columns leave registers for three programs a multiprocessor, one of which multiplies
+    while the others sum."""
     wide = triton.next_power_of_2(max(heads, 16))
-    columns = 256 * 128 * 2 // (max(128, triton.next_power_of_2(dim)) * dtype.itemsize)
-    if dtype == torch.float32:
-        columns = min(columns, 64)
+    columns = 64 if dtype == torch.float32 else 128
     return Tile(max(1, columns // wide), 64, 4096, 4, 3)
 
 
 def paged_tile(num: int, heads: int, dim: int, dtype: torch.dtype) -> Tile:
-    return Tile(1, 64, 256 if num < 16 else 512, 4, 2 if dtype == torch.float32 else 4)
+    """Few requests are cut finer, so that every multiprocessor has something to read."""
+    row_bytes = triton.next_power_of_2(dim) * dtype.itemsize
+    stages = 6 if row_bytes <= 256 else 3
+    return Tile(1, 64, 128 if num < 4 else 512, 4, stages)
 
 
 def _shape(heads: int, dim: int, page_size: int, tile: Tile) -> dict[str, int | bool]:

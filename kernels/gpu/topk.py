@@ -30,19 +30,21 @@ def _ordered(x):
 @triton.jit
 def _kth(key, n, k):
     """The largest t such that at least k of the n keys are >= t; or a t with exactly k such."""
-    low = tl.min(tl.where(key == _ABSENT, 2147483647, key)).to(tl.int64)
-    high = tl.max(key).to(tl.int64) + 1
+    low = tl.min(tl.where(key == _ABSENT, 2147483647, key))
+    high = tl.max(key) + 1  # no NaN among the scores, so this is no overflow
     above_low = n  # how many are >= low
     above_high = n * 0
-    step = 0
-    while (high - low > 1) & (above_low != k):
+    step = n * 0
+    while (high - low != 1) & (above_low != k):
+        span = (high - low).to(tl.uint32, bitcast=True)  # as signed it may not fit
         if step < _INTERPOLATIONS:
             share = (above_low - k).to(tl.float32) / (above_low - above_high).to(tl.float32)
-            middle = low + (share * (high - low).to(tl.float32)).to(tl.int64)
-            middle = tl.minimum(tl.maximum(middle, low + 1), high - 1)
+            part = (share * span.to(tl.float32)).to(tl.uint32)
         else:
-            middle = (low + high) >> 1
-        above = tl.sum((key >= middle.to(tl.int32)).to(tl.int32))
+            part = span >> 1
+        part = tl.minimum(tl.maximum(part, 1), span - 1)
+        middle = low + part.to(tl.int32, bitcast=True)
+        above = tl.sum((key >= middle).to(tl.int32))
         if above >= k:
             low = middle
             above_low = above
@@ -50,7 +52,16 @@ def _kth(key, n, k):
             high = middle
             above_high = above
         step += 1
-    return low.to(tl.int32)
+    return low
+
+
+@triton.jit
+def _keys(scores, index, n, IS_FLOAT: tl.constexpr):
+    """The ordered keys at `index`, absent from n on."""
+    if IS_FLOAT:
+        return _ordered(tl.load(scores + index, mask=index < n, other=float("-inf")))
+    else:
+        return tl.load(scores + index, mask=index < n, other=_ABSENT)
 
 
 @triton.jit
@@ -58,17 +69,16 @@ def _select(
     scores,  # [rows, score_stride]: float32 scores, or int32 keys from the level before
     positions,  # [rows, score_stride] int32 from the level before
     counts,  # [rows]: how many scores the rows had at first
-    out_keys,  # [rows, key_stride] int32
+    out_keys,  # [rows, out_stride] int32; written unless IS_LAST
     out_positions,  # [rows, out_stride] int32
     k,
     score_stride,
-    key_stride,
     out_stride,
     LEVEL: tl.constexpr,
     IS_LAST: tl.constexpr,
     ALL_SCORED: tl.constexpr,  # rows with no more than k scores have them written, too
     GROUP: tl.constexpr,
-    K: tl.constexpr,  # a power of two >= k
+    CHUNK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -81,48 +91,53 @@ def _select(
     if (n <= 0) & ((not IS_LAST) | (group > 0)):
         return
     n = tl.maximum(n, 0)
-    index = tl.arange(0, GROUP)
-    is_scored = (index < n) & has_scores
-    if LEVEL == 0:
-        x = tl.load(scores + row * score_stride + begin + index, mask=is_scored, other=0.0)
-        key = tl.where(is_scored, _ordered(x), _ABSENT)
-        position = begin + index
-    else:
-        at = row * score_stride + begin + index
-        key = tl.load(scores + at, mask=is_scored, other=_ABSENT)
-        position = tl.load(positions + at, mask=index < n, other=-1)
-    if ALL_SCORED:
+    source = row * score_stride + begin
+    # Chosen are the keys above the threshold, and the first `room` that equal it.
+    threshold = n * 0 + _ABSENT
+    room = n * 0
+    if has_scores & (n > k):
+        key = _keys(scores + source, tl.arange(0, GROUP), n, LEVEL == 0)
         present = tl.sum((key != _ABSENT).to(tl.int32))
-    else:
-        present = n
-    if present > k:
-        threshold = _kth(key, present, k)
-        is_above = key > threshold
-        is_tied = key == threshold
-    else:
-        is_above = index < n
-        if ALL_SCORED:
-            is_above = is_above & (key != _ABSENT)
-        is_tied = index < 0
-    num_above = tl.sum(is_above.to(tl.int32))
-    # One scan for both: how many above, and how many tied, up to here.
-    passed = tl.cumsum(is_above.to(tl.int32) + (is_tied.to(tl.int32) << 16), axis=0)
-    above, tied = passed & 0xFFFF, passed >> 16
-    is_kept = is_above | (is_tied & (tied <= k - num_above))
-    place = above + tl.minimum(tied, k - num_above) - 1
-    target = out_positions + row * out_stride + group * k
-    tl.store(target + place, position, mask=is_kept)
-    if not IS_LAST:
-        tl.store(out_keys + row * key_stride + group * k + place, key, mask=is_kept)
+        if present > k:
+            threshold = _kth(key, present, k)
+            room = k - tl.sum((key > threshold).to(tl.int32))
+    # The keys are read again, from the cache, in pieces: fewer registers, so more programs at once.
+    num_above = n * 0
+    num_tied = n * 0
+    target = row * out_stride + group * k
+    for at in range(0, n, CHUNK):
+        index = at + tl.arange(0, CHUNK)
+        if has_scores:
+            key = _keys(scores + source, index, n, LEVEL == 0)
+            is_above = key > threshold
+            is_tied = (key == threshold) & (room > 0)
+        else:
+            key = tl.full([CHUNK], _ABSENT, tl.int32)
+            is_above = index < n
+            is_tied = index < 0
+        # One scan for both: how many above, and how many tied, up to here.
+        passed = tl.cumsum(is_above.to(tl.int32) + (is_tied.to(tl.int32) << 16), axis=0)
+        above = num_above + (passed & 0xFFFF)
+        tied = num_tied + (passed >> 16)
+        is_kept = is_above | (is_tied & (tied <= room))
+        place = target + above + tl.minimum(tied, room) - 1
+        if LEVEL == 0:
+            position = begin + index
+        else:
+            position = tl.load(positions + source + index, mask=is_kept, other=-1)
+        tl.store(out_positions + place, position, mask=is_kept)
+        if not IS_LAST:
+            tl.store(out_keys + place, key, mask=is_kept)
+        num_above += tl.sum(is_above.to(tl.int32))
+        num_tied += tl.sum(is_tied.to(tl.int32))
     # Behind them: nothing.
-    kept = tl.minimum(present, k)
-    slot = tl.arange(0, K)
-    if IS_LAST:
-        tl.store(target + slot, -1, mask=(slot >= kept) & (slot < k))
-    elif ALL_SCORED:
-        rest = (slot >= kept) & (slot < tl.minimum(n, k))
-        tl.store(target + slot, -1, mask=rest)
-        tl.store(out_keys + row * key_stride + group * k + slot, _ABSENT, mask=rest)
+    kept = num_above + tl.minimum(num_tied, room)
+    slots = k if IS_LAST else tl.minimum(n, k)
+    for at in range(kept, slots, CHUNK):
+        slot = at + tl.arange(0, CHUNK)
+        tl.store(out_positions + target + slot, -1, mask=slot < slots)
+        if not IS_LAST:
+            tl.store(out_keys + target + slot, _ABSENT, mask=slot < slots)
 
 
 def select(
@@ -133,6 +148,8 @@ def select(
     *,
     all_scored: bool = False,
     group: int = _GROUP,
+    warps: int = 0,
+    chunk: int = 0,
 ) -> None:
     """out[t]: the columns of row t's k best, ascending, -1 behind them.
 
@@ -162,9 +179,9 @@ def select(
         size = min(group, max(fits, 16)) if level == 0 and is_last else group
         _select[(num_rows, groups)](
             keys, positions, counts, next_keys, next_positions, k,
-            keys.stride(0), next_keys.stride(0), next_positions.stride(0),
+            keys.stride(0), next_positions.stride(0),
             LEVEL=level, IS_LAST=is_last, ALL_SCORED=all_scored, GROUP=size,
-            K=triton.next_power_of_2(k), num_warps=max(1, min(16, size // 512)),
+            CHUNK=min(size, chunk or 2048), num_warps=warps or max(1, min(16, size // 512)),
         )  # fmt: skip
         if is_last:
             return

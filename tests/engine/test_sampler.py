@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampler import LogprobRequest, SamplingState, exponentials, sample, score
+from engine.sampler import LogprobRequest, SamplingState, draw_key, sample, score
 from engine.types import SamplingParams
+from kernels.sampling import exponentials as exponentials_of
 
 CPU = torch.device("cpu")
 
@@ -20,6 +21,10 @@ def state(prompt=(), output=(), vocab=64, **params):
 
 def logits(*shape, seed=0, scale=3.0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def exponentials(seed, position, vocab_size, device):
+    return exponentials_of(draw_key(seed, position), vocab_size, device)
 
 
 def draws(row, num, **params):

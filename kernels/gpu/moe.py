@@ -1,0 +1,310 @@
+"""Routed experts as two grouped products. The specification is kernels.moe.
+
+The (token, expert) pairs are grouped by expert on the device; a program computes one tile of one
+expert's rows and finds out which from the groups' sizes, so that the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _group(
+    ids,  # [num_pairs]
+    order,  # [num_pairs] int32: the pairs by expert, then as given
+    starts,  # [num_experts + 1] int32: where each expert's begin
+    num_pairs,
+    num_experts,
+    CHUNK: tl.constexpr,
+):
+    expert = tl.program_id(0)
+    index = tl.arange(0, CHUNK)
+    less = tl.zeros([CHUNK], tl.int32)
+    for at in range(0, num_pairs, CHUNK):
+        own = tl.load(ids + at + index, mask=at + index < num_pairs, other=num_experts)
+        less += (own < expert).to(tl.int32)
+    begin = tl.sum(less)
+    tl.store(starts + expert, begin)
+    for at in range(0, num_pairs, CHUNK):
+        own = tl.load(ids + at + index, mask=at + index < num_pairs, other=num_experts)
+        is_own = own == expert
+        place = begin + tl.cumsum(is_own.to(tl.int32), axis=0) - 1
+        tl.store(order + place, at + index, mask=is_own)
+        begin += tl.sum(is_own.to(tl.int32))
+    if expert == num_experts - 1:
+        tl.store(starts + num_experts, begin)
+
+
+@triton.jit
+def _tile_of(
+    starts,
+    num_experts,
+    column_tiles,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """This program's (expert, its pairs [begin, end), row tile, column tile); programs with the
+    same columns of an expert are neighbours, so that its weights are read once."""
+    program = tl.program_id(0)
+    e = tl.arange(0, EXPERTS)
+    first = tl.load(starts + e, mask=e < num_experts, other=0)
+    last = tl.load(starts + e + 1, mask=e < num_experts, other=0)
+    tiles = (last - first + ROWS - 1) // ROWS
+    is_before = tl.cumsum(tiles, axis=0) * column_tiles <= program
+    expert = tl.sum(is_before.to(tl.int32))
+    within = program - tl.sum(tl.where(is_before, tiles, 0)) * column_tiles
+    is_own = e == expert
+    row_tiles = tl.maximum(tl.sum(tl.where(is_own, tiles, 0)), 1)
+    begin = tl.sum(tl.where(is_own, first, 0))
+    end = tl.sum(tl.where(is_own, last, 0))
+    return expert, begin, end, within % row_tiles, within // row_tiles
+
+
+@triton.jit
+def _product(a, b, total, WEIGHTS_FIRST: tl.constexpr):
+    """total + a · bᵀ for a [ROWS, K] and b [COLUMNS, K]; as its transpose where WEIGHTS_FIRST."""
+    if WEIGHTS_FIRST:
+        return tl.dot(b, tl.trans(a), total, input_precision="ieee")
+    else:
+        return tl.dot(a, tl.trans(b), total, input_precision="ieee")
+
+
+@triton.jit
+def _gate_up(
+    x,  # [T, hidden]
+    w13,  # [num_experts, 2 · inner, hidden]
+    order,
+    starts,
+    out,  # [num_pairs, inner], by expert
+    num_experts,
+    hidden,
+    inner,
+    top_k,
+    x_stride,
+    column_tiles,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    EVEN: tl.constexpr,  # COLUMNS divides inner and DEPTH divides hidden
+    STAGES: tl.constexpr,
+):
+    expert, begin, end, row_tile, column_tile = _tile_of(
+        starts, num_experts, column_tiles, ROWS, EXPERTS
+    )
+    if expert >= num_experts:
+        return
+    row = begin + row_tile * ROWS + tl.arange(0, ROWS)
+    token = tl.load(order + row, mask=row < end, other=0).to(tl.int64) // top_k
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, DEPTH)
+    a_at = x + token[:, None] * x_stride + k[None, :]
+    gate_at = w13 + (expert.to(tl.int64) * 2 * inner + column)[:, None] * hidden + k[None, :]
+    up_at = gate_at + inner.to(tl.int64) * hidden
+    if WEIGHTS_FIRST:
+        gate = tl.zeros([COLUMNS, ROWS], tl.float32)
+        up = tl.zeros([COLUMNS, ROWS], tl.float32)
+    else:
+        gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+        up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for at in tl.range(0, hidden, DEPTH, num_stages=STAGES):
+        if EVEN:
+            a = tl.load(a_at + at)
+            g = tl.load(gate_at + at)
+            u = tl.load(up_at + at)
+        else:
+            deep = (at + k < hidden)[None, :]
+            a = tl.load(a_at + at, mask=deep, other=0.0)
+            g = tl.load(gate_at + at, mask=deep & (column < inner)[:, None], other=0.0)
+            u = tl.load(up_at + at, mask=deep & (column < inner)[:, None], other=0.0)
+        gate = _product(a, g, gate, WEIGHTS_FIRST)
+        up = _product(a, u, up, WEIGHTS_FIRST)
+    mixed = (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty)
+    if WEIGHTS_FIRST:
+        mixed = tl.trans(mixed)
+    address = out + row[:, None].to(tl.int64) * inner + column[None, :]
+    tl.store(address, mixed, mask=(row < end)[:, None] & (column < inner)[None, :])
+
+
+@triton.jit
+def _down(
+    mixed,  # [num_pairs, inner], by expert
+    w2,  # [num_experts, hidden, inner]
+    order,
+    starts,
+    out,  # [num_pairs, hidden], as the pairs were given
+    num_experts,
+    hidden,
+    inner,
+    column_tiles,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    EVEN: tl.constexpr,  # COLUMNS divides hidden and DEPTH divides inner
+    STAGES: tl.constexpr,
+):
+    expert, begin, end, row_tile, column_tile = _tile_of(
+        starts, num_experts, column_tiles, ROWS, EXPERTS
+    )
+    if expert >= num_experts:
+        return
+    row = begin + row_tile * ROWS + tl.arange(0, ROWS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, DEPTH)
+    # Rows past the group's end are another expert's, or the first one's: read, never stored.
+    inside = tl.where(row < end, row, begin)
+    a_at = mixed + inside[:, None].to(tl.int64) * inner + k[None, :]
+    w_at = w2 + (expert.to(tl.int64) * hidden + column)[:, None] * inner + k[None, :]
+    if WEIGHTS_FIRST:
+        total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    else:
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for at in tl.range(0, inner, DEPTH, num_stages=STAGES):
+        if EVEN:
+            a = tl.load(a_at + at)
+            w = tl.load(w_at + at)
+        else:
+            deep = (at + k < inner)[None, :]
+            a = tl.load(a_at + at, mask=deep, other=0.0)
+            w = tl.load(w_at + at, mask=deep & (column < hidden)[:, None], other=0.0)
+        total = _product(a, w, total, WEIGHTS_FIRST)
+    result = total.to(out.dtype.element_ty)
+    if WEIGHTS_FIRST:
+        result = tl.trans(result)
+    pair = tl.load(order + row, mask=row < end, other=0).to(tl.int64)
+    address = out + pair[:, None] * hidden + column[None, :]
+    tl.store(address, result, mask=(row < end)[:, None] & (column < hidden)[None, :])
+
+
+@triton.jit
+def _combine(
+    parts,  # [T, top_k, hidden]
+    weights,  # [T, top_k]
+    shared,  # [T, hidden]; read where HAS_SHARED
+    out,  # [T, hidden]; added to where ADDS, else written
+    hidden,
+    top_k,
+    HAS_SHARED: tl.constexpr,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in range(top_k):
+        pair = token * top_k + choice
+        part = tl.load(parts + pair * hidden + column, mask=inside, other=0.0)
+        total += tl.load(weights + pair).to(tl.float32) * part.to(tl.float32)
+    at = token * hidden + column
+    if HAS_SHARED:
+        total += tl.load(shared + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        total += tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, total, mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How one of the products is cut."""
+
+    rows: int  # pairs
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    weights_first: bool  # the weights are the tensor cores' wide side, for few pairs an expert
+
+
+def add_moe_(
+    out: torch.Tensor,  # [T, H] contiguous
+    x: torch.Tensor,  # [T, H]
+    w13: torch.Tensor,  # [E, 2I, H]
+    w2: torch.Tensor,  # [E, H, I]
+    topk_ids: torch.Tensor,  # [T, k]
+    topk_weights: torch.Tensor,  # [T, k]
+    shared: torch.Tensor | None,  # [T, H]: added, too
+    *,
+    adds: bool = True,
+    tiles: tuple[Tile, Tile] | None = None,
+) -> torch.Tensor:
+    """out += (or, unless `adds`, =) moe(x, ...) + shared, summed in float32 and rounded once.
+    The ids must be experts': nobody looks."""
+    num_tokens, top_k = topk_ids.shape
+    num_experts, hidden, inner = w2.shape
+    if num_tokens == 0:
+        return out
+    num_pairs = num_tokens * top_k
+    gate_up, down = tiles or _tiles(num_pairs, num_experts, x.dtype)
+    order, starts = group(topk_ids, num_experts)
+    experts = triton.next_power_of_2(num_experts)
+    mixed = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
+    columns = triton.cdiv(inner, gate_up.columns)
+    _gate_up[(_row_tiles(num_pairs, num_experts, gate_up) * columns,)](
+        x, w13, order, starts, mixed, num_experts, hidden, inner, top_k, x.stride(0), columns,
+        EXPERTS=experts, EVEN=inner % gate_up.columns == 0 and hidden % gate_up.depth == 0,
+        **_shape(gate_up),
+    )  # fmt: skip
+    parts = torch.empty((num_pairs, hidden), dtype=x.dtype, device=x.device)
+    columns = triton.cdiv(hidden, down.columns)
+    _down[(_row_tiles(num_pairs, num_experts, down) * columns,)](
+        mixed, w2, order, starts, parts, num_experts, hidden, inner, columns,
+        EXPERTS=experts, EVEN=hidden % down.columns == 0 and inner % down.depth == 0,
+        **_shape(down),
+    )  # fmt: skip
+    block = min(2048, triton.next_power_of_2(hidden))
+    _combine[(num_tokens, triton.cdiv(hidden, block))](
+        parts, topk_weights.contiguous(), out if shared is None else shared, out, hidden, top_k,
+        HAS_SHARED=shared is not None, ADDS=adds, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def group(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """topk_ids [T, k] -> the pairs t · k + j by expert [T · k] int32, where each expert's begin
+    [num_experts + 1] int32."""
+    num_pairs = topk_ids.numel()
+    order = torch.empty(num_pairs, dtype=torch.int32, device=topk_ids.device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
+    chunk = min(4096, max(128, triton.next_power_of_2(num_pairs)))
+    _group[(num_experts,)](
+        topk_ids.contiguous(), order, starts, num_pairs, num_experts, CHUNK=chunk,
+        num_warps=max(1, chunk // 512),
+    )  # fmt: skip
+    return order, starts
+
+
+def _row_tiles(num_pairs: int, num_experts: int, tile: Tile) -> int:
+    """The most there can be: every expert's last tile may be all but empty."""
+    return min(num_pairs, num_pairs // tile.rows + min(num_experts, num_pairs))
+
+
+def _shape(tile: Tile) -> dict[str, int | bool]:
+    return {
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+        "WEIGHTS_FIRST": tile.weights_first,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+    }
+
+
+def _tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
+    if dtype == torch.float32:
+        return (Tile(16, 32, 32, 4, 2, False),) * 2
+    per_expert = num_pairs // num_experts
+    if per_expert >= 96:
+        return Tile(128, 128, 64, 8, 4, False), Tile(128, 256, 64, 8, 4, False)
+    if per_expert <= 8:
+        return Tile(16, 64, 128, 4, 3, True), Tile(16, 128, 128, 4, 3, True)
+    rows = min(64, triton.next_power_of_2(2 * per_expert))
+    return (Tile(rows, 64, 128, 4, 4 if rows < 64 else 3, True),) * 2
