@@ -115,7 +115,7 @@ def _extra(field: FieldInfo, key: str) -> str:
 
 def main() -> None:
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    schema["$defs"] = {**schema["$defs"], **definitions()}
+    schema["definitions"] = {**schema["definitions"], **definitions()}
     SCHEMA.write_text(json.dumps(schema, indent=2) + "\n", encoding="utf-8")
 
 

@@ -120,9 +120,9 @@ def test_wrong_values_are_refused(values: dict[str, Any], message: str) -> None:
 
 def test_option_tables_are_the_products() -> None:
     """`python -m helm.schema` writes them."""
-    committed = json.loads(SCHEMA.read_text(encoding="utf-8"))["$defs"]
+    committed = json.loads(SCHEMA.read_text(encoding="utf-8"))["definitions"]
     for name, table in definitions().items():
-        assert committed[name] == table
+        assert committed[name] == table, "plait's options changed: run `python -m helm.schema`"
 
 
 def test_what_is_left_out_of_the_tables_is_there() -> None:
