@@ -179,7 +179,9 @@ class Supervisor:
         while not ended.done():
             await asyncio.wait([ended], timeout=self._look_s)
             num_heard = self._workers.num_heard(process.pid)
-            num_silent = num_silent + 1 if num_heard == last_heard else 0
+            # One that is asked to end says goodbye first; `stop` has a limit of its own.
+            is_silent = num_heard == last_heard and not self._stopping.is_set()
+            num_silent = num_silent + 1 if is_silent else 0
             last_heard = num_heard
             if num_silent == MAX_SILENT_LOOKS and not ended.done():
                 log.error(

@@ -116,6 +116,33 @@ async def test_a_worker_that_falls_silent_is_killed_and_replaced() -> None:
     await running
 
 
+async def test_a_worker_that_was_asked_to_end_is_not_killed_for_its_silence(tmp_path: Path) -> None:
+    started, may_end, ended = (tmp_path / name for name in ("started", "may_end", "ended"))
+    slow_to_end = f"""
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open({str(started)!r}, "w").close()
+while not os.path.exists({str(may_end)!r}):
+    time.sleep(0.001)
+open({str(ended)!r}, "w").close()
+"""
+    roster = Roster()
+    watched = supervisor(roster, slow_to_end, look_s=0.001)
+    running = asyncio.create_task(watched.run())
+    await watched.ready.wait()
+    while not started.exists():
+        await asyncio.sleep(0)
+    stopping = asyncio.create_task(watched.stop())
+    await asyncio.sleep(0)
+    roster.silent.update(roster.pids)
+    num_looks = roster.num_looks
+    while roster.num_looks < num_looks + 10 * MAX_SILENT_LOOKS and not running.done():
+        await asyncio.sleep(0)
+    may_end.touch()
+    await asyncio.gather(stopping, running)
+    assert ended.exists()
+
+
 async def test_a_worker_that_is_heard_lives_on() -> None:
     roster = Roster()
     watched = supervisor(roster, WAITS, look_s=0.001)
