@@ -7,6 +7,8 @@ import importlib.util
 
 import torch
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
 
 def copy_pages(
     target: torch.Tensor,  # [num_layers, num_target_pages, page_elements]
@@ -23,7 +25,7 @@ def copy_pages(
     if not (target.is_cuda or source.is_cuda):
         _copy_on_cpu(target, target_pages, source, source_pages)
         return
-    if importlib.util.find_spec("triton") is not None:
+    if _HAS_TRITON:
         from kernels.gpu.copy_pages import copy_pages as launch
 
         launch(target, target_pages, source, source_pages)

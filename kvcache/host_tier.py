@@ -91,8 +91,7 @@ class HostTier:
             with self._lock:
                 self._acknowledged.append(item.id)
             return None
-        device_rows = device_rows.to(self._pool.device)
-        host_rows = host_rows.to(self._pool.device)
+        device_rows, host_rows = self._on_device(device_rows), self._on_device(host_rows)
         if isinstance(item, LoadBack):
             steps = [
                 partial(self._load_layer, layer, device_rows, host_rows)
@@ -156,6 +155,12 @@ class HostTier:
         _check_rows("device", device_rows, self._pool.num_pages)
         _check_rows("host", record.host_indices, self.num_pages)
         return device_rows, record.host_indices
+
+    def _on_device(self, rows: torch.Tensor) -> torch.Tensor:
+        """In order with the device's work, and without waiting for it."""
+        if self._pool.device.type == "cpu":
+            return rows
+        return rows.pin_memory().to(self._pool.device, non_blocking=True)
 
     def _back_up(self, device_rows: torch.Tensor, host_rows: torch.Tensor) -> None:
         for device, host in zip(self._device, self._host, strict=True):

@@ -1,35 +1,55 @@
 """Pages between device memory and pinned host memory, which the kernel addresses directly: no
 staging, and scattered pages cost what contiguous ones do. The specification is kernels.copy_pages.
+
+A link to the host is slow and far away: what fills it is bytes under way, not multiprocessors. So
+few programs, of many threads each, walk all blocks in turn, and the others stay free for the
+forward that runs meanwhile.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 4096  # words of one program
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-def _program(
-    target: Any, source: Any, target_pages: Any, source_pages: Any,
-    target_layer: Any, source_layer: Any, target_page: Any, source_page: Any,  # strides, in words
-    num_words: Any,  # of a page in one layer
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a copy is cut: `num_programs` at once, each over `block_bytes` at a time."""
+
+    num_programs: int
+    block_bytes: int
+    num_warps: int
+
+
+SHAPE = Shape(num_programs=8, block_bytes=65536, num_warps=32)
+
+
+@triton.jit
+def _copy(  # type: ignore[no-untyped-def]
+    target, source, target_pages, source_pages,
+    target_layer, source_layer, target_page, source_page,  # strides, in words
+    num_words,  # of a page in one layer
+    num_layers, num_tasks,  # a task is one block of one page in one layer
     BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    i = tl.program_id(0)
-    layer = tl.program_id(2).to(tl.int64)
-    words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    to = tl.load(target_pages + i) * target_page + layer * target_layer
-    at = tl.load(source_pages + i) * source_page + layer * source_layer
-    inside = words < num_words
-    tl.store(target + to + words, tl.load(source + at + words, mask=inside), mask=inside)
-
-
-_copy = triton.jit(_program)
+):  # fmt: skip
+    num_blocks = tl.cdiv(num_words, BLOCK)
+    task = tl.program_id(0)
+    while task < num_tasks:
+        # Blocks follow each other as they lie in a page-first object.
+        row = task // num_blocks
+        i = row // num_layers
+        layer = (row % num_layers).to(tl.int64)
+        words = (task % num_blocks) * BLOCK + tl.arange(0, BLOCK)
+        to = tl.load(target_pages + i) * target_page + layer * target_layer
+        at = tl.load(source_pages + i) * source_page + layer * source_layer
+        inside = words < num_words
+        tl.store(target + to + words, tl.load(source + at + words, mask=inside), mask=inside)
+        task += tl.num_programs(0)
 
 
 def copy_pages(
@@ -37,15 +57,19 @@ def copy_pages(
     target_pages: torch.Tensor,
     source: torch.Tensor,
     source_pages: torch.Tensor,
+    shape: Shape = SHAPE,
 ) -> None:
     """As kernels.copy_pages.copy_pages, for CUDA."""
     target, source = _as_words(target, source)
-    num_words = target.shape[2]
-    grid = (len(target_pages), triton.cdiv(num_words, _BLOCK), len(target))
-    _copy[grid](
+    num_layers, num_words = len(target), target.shape[2]
+    block = shape.block_bytes // target.itemsize
+    num_tasks = len(target_pages) * num_layers * triton.cdiv(num_words, block)
+    if not num_tasks:
+        return
+    _copy[(min(shape.num_programs, num_tasks),)](
         target, source, target_pages, source_pages,
         target.stride(0), source.stride(0), target.stride(1), source.stride(1),
-        num_words, BLOCK=_BLOCK, num_warps=8,
+        num_words, num_layers, num_tasks, BLOCK=block, num_warps=shape.num_warps,
     )  # fmt: skip
 
 

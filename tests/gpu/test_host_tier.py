@@ -74,13 +74,39 @@ def test_a_copy_is_polled_and_never_waited_for() -> None:
     assert tier.poll() == [2]
 
 
-def test_without_the_kernel_the_same() -> None:
-    host = torch.randn(3, 9, 100, pin_memory=True)
-    device = torch.zeros(3, 5, 100, device="cuda")
-    here, there = torch.tensor([8, 0, 3]).cuda(), torch.tensor([1, 4, 2]).cuda()
-    copy_pages(device, there, host, here)
-    want = torch.zeros(3, 5, 100)
-    for layer in range(3):
-        copy_pages(want[layer : layer + 1], there.cpu(), host[layer : layer + 1], here.cpu())
+@pytest.mark.parametrize("has_triton", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_the_named_pages_and_no_others(
+    dtype: torch.dtype, has_triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on the CPU, with the kernel and without; page sizes that fit no power of two."""
+    monkeypatch.setattr("kernels.copy_pages._HAS_TRITON", has_triton)
+    for elements in (100, 73, 36864, 36865):
+        drawn = torch.randint(0, 120, (3, 9, elements)).to(dtype)
+        host = torch.empty_like(drawn, pin_memory=True).copy_(drawn)
+        poison = torch.full((3, 5, elements), 121).to(dtype)
+        device, back = poison.cuda(), torch.empty_like(poison, pin_memory=True).copy_(poison)
+        here, there, back_to = (torch.tensor(p) for p in ([8, 0, 3], [1, 4, 2], [4, 0, 3]))
+        want = poison.clone()
+        copy_pages(want, there, host, here)
+        copy_pages(device, there.cuda(), host, here.cuda())
+        assert torch.equal(device.cpu(), want)
+        copy_pages(back, back_to.cuda(), device, there.cuda())
+        torch.cuda.synchronize()
+        want = poison.clone()
+        copy_pages(want, back_to, device.cpu(), there)
+        assert torch.equal(back, want)
+
+
+def test_pages_beyond_two_to_the_32_words() -> None:
+    """Of one byte each, as the page size is odd."""
+    elements, num_pages = 73729, 35_000
+    device = torch.empty((2, num_pages, elements), dtype=torch.uint8, device="cuda")
+    host = torch.randint(0, 250, (2, 3, elements), dtype=torch.uint8).pin_memory()
+    back = torch.full((2, 3, elements), 251, dtype=torch.uint8).pin_memory()
+    far, near = torch.tensor([num_pages - 1, 3, num_pages // 2]).cuda(), torch.arange(3).cuda()
+    copy_pages(device, far, host, near)
+    assert torch.equal(device[:, far].cpu(), host)
+    copy_pages(back, near, device, far)
     torch.cuda.synchronize()
-    assert torch.equal(device.cpu(), want)
+    assert torch.equal(back, host)
