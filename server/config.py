@@ -323,6 +323,12 @@ class ServeConfig(BaseSettings):
     max_stop_strings: int = _option("limits", 4, "stop strings of a request", ge=0)
     max_logit_bias: int = _option("limits", 300, "entries of a request's logit_bias", ge=0)
     max_logprobs: int = _option("limits", 20, "alternatives reported beside a token", ge=0)
+    max_pin_s: int = _option(
+        "limits",
+        3600,
+        "seconds that a request may ask to keep its prefix cached (pin_prefix_s); 0: none may",
+        ge=0,
+    )
     max_queued_requests: int = _option(
         "limits", 1024, "unfinished requests; more are answered 503", ge=1
     )
@@ -507,7 +513,25 @@ def load(flags: Mapping[str, Any], config_file: str | None = None) -> ServeConfi
     except ValidationError as error:
         places = [_describe(e["loc"], e["input"], flags, path) for e in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(places))) from None
+    _check_host_tier(layered, flags, path)
     return ServeConfig.model_construct(layered.model_fields_set, **dict(layered))
+
+
+def _check_host_tier(config: ServeConfig, flags: Mapping[str, Any], path: str | None) -> None:
+    """Raises ConfigError for options of a host tier that is not there. One that was turned off by
+    name leaves its options where they are."""
+    if "enable_hierarchical_cache" in config.model_fields_set:
+        return
+    given = [
+        f"{_origin(name, flags, path)} {getattr(config, name)}"
+        for name in ServeConfig.model_fields
+        if name.startswith("hicache_") and name in config.model_fields_set
+    ]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: means nothing without --enable-hierarchical-cache; expected both"
+            " or neither"
+        )
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -549,15 +573,19 @@ def _describe(
     if name not in ServeConfig.model_fields:
         return f"unknown option {name!r}; {_known_keys()}"
     field = ServeConfig.model_fields[name]
-    env_name = ENV_PREFIX + name.upper()
-    if name in flags:
-        where = _flag(name)
-    elif any(key.upper() == env_name for key in os.environ):
-        where = env_name
-    else:
-        where = f"{name} in {path}"
+    where = _origin(name, flags, path)
     shown = "" if "SecretStr" in str(field.annotation) else f" {value!s}"
     return f"{where}{shown}: expected {_accepts(name, field)}"
+
+
+def _origin(name: str, flags: Mapping[str, Any], path: str | None) -> str:
+    """Where the value that counts was given."""
+    env_name = ENV_PREFIX + name.upper()
+    if name in flags:
+        return _flag(name)
+    if any(key.upper() == env_name for key in os.environ):
+        return env_name
+    return f"{name} in {path}"
 
 
 def _accepts(name: str, field: FieldInfo) -> str:

@@ -134,6 +134,36 @@ def test_every_bad_value_is_reported_with_its_origin(
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        "--hicache-ratio 2.0",  # the default's value, but given
+        "--hicache-size 3.0",
+        "--hicache-write-policy write_back",
+        "--hicache-storage-backend file",
+    ],
+)
+def test_options_of_a_host_tier_that_is_not_there_are_refused(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *given.split()]) == 2
+    error = capsys.readouterr().err
+    assert f"{given}: means nothing without --enable-hierarchical-cache; expected both" in error
+
+
+def test_options_of_a_host_tier_from_anywhere_and_one_turned_off_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLAIT_HICACHE_SIZE", "3")
+    path = write(tmp_path / "plait.yaml", "hicache_ratio: 4\n")
+    with pytest.raises(ConfigError) as caught:
+        config.parse(["--config", path])
+    assert f"hicache_ratio in {path} 4.0, PLAIT_HICACHE_SIZE 3.0: means" in str(caught.value)
+    assert config.parse(["--config", path, "--enable-hierarchical-cache"]).hicache_ratio == 4
+    off = config.parse(["--config", path, "--no-enable-hierarchical-cache"])
+    assert not off.enable_hierarchical_cache
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("prot: 1\n", "unknown key 'prot'; did you mean port?"),
