@@ -60,6 +60,7 @@ _EVENTS = (
     "handed_over",
     "handoffs_failed",
 )
+_PINS = ("made", "refused", "expired", "dropped")
 # Copies between the tiers: by direction, why one is not made
 _SKIPS: dict[str, tuple[str, ...]] = {
     "backup": ("no_host_pages",),
@@ -183,12 +184,23 @@ def _from_pool(load: Load, engine: Engine) -> Iterator[Metric]:
     tokens.add_metric(["logical"], capacity.logical_tokens)
     tokens.add_metric(["physical"], capacity.physical_tokens)  # of one rank
     yield tokens
+    yield from _pins(engine)
     owned = GaugeMetricFamily(
         "plait_pool_used_pages", "KV pages in use, by the rank that owns them", labels=["rank"]
     )
     for rank, used in enumerate(engine.scheduler.used_pages_by_lane):
         owned.add_metric([str(rank)], used)
     yield owned
+
+
+def _pins(engine: Engine) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "plait_pinned_pages", "Pages of pinned prefixes", value=engine.scheduler.pinned_pages
+    )
+    pins = CounterMetricFamily("plait_pins", "What became of pins", labels=["event"])
+    for event in _PINS:
+        pins.add_metric([event], engine.scheduler.cache_counts[f"pins_{event}"])
+    yield pins
 
 
 def _from_group(engine: Engine) -> Iterator[Metric]:
@@ -237,7 +249,7 @@ def _from_handoffs(load: Load, engine: Engine) -> Iterator[Metric]:
 def _from_host_tier(load: Load, engine: Engine) -> Iterator[Metric]:
     if not load.total_host_pages:
         return
-    counts = engine.scheduler.host_counts
+    counts = engine.scheduler.cache_counts
     pages = GaugeMetricFamily("plait_host_pages", "Pages of the host tier", labels=["state"])
     pages.add_metric(["cached"], load.total_host_pages - load.free_host_pages)
     pages.add_metric(["free"], load.free_host_pages)

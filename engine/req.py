@@ -29,6 +29,7 @@ class Req:
     num_tree: int = 0
     num_computed: int = 0
     num_cached: int | None = None  # prompt tokens found in the cache at the first admission
+    num_cached_host: int = 0  # those of them that were loaded back from the host tier
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     attempt: int = 0  # which of the front end's submissions this is
     outgoing: Outgoing | None = None  # its KV is pushed to a decode worker

@@ -37,12 +37,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to continue. `rid` is unique for ever; `priority`: larger runs earlier."""
+    """One prompt to continue. `rid` is unique for ever; `priority`: larger runs earlier; the
+    prompt's prefix stays cached for `pin_s` seconds at least, 0: as long as there is room."""
 
     rid: str
     token_ids: list[int]
     sampling: SamplingParams
     priority: int = 0
+    pin_s: int = 0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -64,6 +66,7 @@ class TokenOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_token: bool = False  # ids[-1] is the stop token that ended it: counted, not shown
     cached_tokens: int = 0  # prompt tokens served from the prefix cache
+    cached_host_tokens: int = 0  # those of them that were loaded back from the host tier for it
     # first output only, where asked for: one entry a prompt token, null for the first
     prompt_logprobs: list[TokenLogprob | None] = []
     error: str = ""  # with finish_reason "error": what happened, for the client

@@ -18,13 +18,14 @@ free_pages + held_pages + evictable_pages + locked_pages = total_pages.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from kvcache.allocator import CPSharedPagedAllocator, lane_of_page
 from kvcache.events import EventLog
 from kvcache.host_plan import HostOrders, LoadBack
+from kvcache.pins import Pins, monotonic_s
 from kvcache.radix_tree import Node, PageKeys, RadixTree
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
 SkipReason: TypeAlias = Literal["threshold", "quota", "no_device_pages"]
 
 LOAD_BACK_THRESHOLD = 10  # tokens
+PINNED_SHARE = 2  # pins keep one page in so many, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +79,26 @@ class Inserted:
 
 class PrefixCache:
     """Prefixes over one allocator. Pages are logical, accounts count pages, nothing is
-    thread-safe. `events`, where there is one, learns of every page that is cached or dropped."""
+    thread-safe. `events`, where there is one, learns of every page that is cached or dropped.
+    `clock` counts whole seconds, for pins.
 
-    def __init__(self, allocator: CPSharedPagedAllocator, events: EventLog | None = None) -> None:
+    `counts`, cumulative: `pins_made`, `pins_refused`, `pins_expired`, `pins_dropped`; with a host
+    tier more: see TieredCache."""
+
+    def __init__(
+        self,
+        allocator: CPSharedPagedAllocator,
+        events: EventLog | None = None,
+        clock: Callable[[], int] = monotonic_s,
+    ) -> None:
         self._allocator = allocator
         self.page_size = allocator.page_size
         self._tree = self._new_tree(events)
         self._events = events
         self._is_cached = bytearray(allocator.total_pages + 1)  # by page: 1 where it is the tree's
         self._last_eviction = (0, 0)  # pages asked for, pages evicted
-        self.counts: Counter[str] = Counter()  # of a host tier, cumulative: see TieredCache
+        self._pins = Pins(clock)
+        self.counts: Counter[str] = Counter()
 
     def _new_tree(self, events: EventLog | None) -> RadixTree:
         return RadixTree(self.page_size, self._allocator.num_lanes, events)
@@ -122,6 +134,11 @@ class PrefixCache:
         """What `alloc` is sure to get now, free or evictable: the smallest lane times the lanes."""
         return min(self._obtainable_by_lane()) * self._allocator.num_lanes
 
+    @property
+    def pinned_pages(self) -> int:
+        """Pages of pinned prefixes, in whichever tier; without a host tier they are locked."""
+        return self._tree.num_pinned_pages
+
     def state_str(self) -> str:
         """For messages about missing pages; sizes in tokens."""
         asked, evicted = self._last_eviction
@@ -148,6 +165,31 @@ class PrefixCache:
     def unlock(self, node: Node) -> None:
         """Undo one lock. RuntimeError where `node` is not locked."""
         self._tree.unlock(node)
+
+    def pin(self, node: Node, num_s: int) -> bool:
+        """Keep the path to `node`, which the caller has locked, in the cache for `num_s` seconds
+        from now. A longer time wins over one that it was pinned for before. False, and it is not
+        pinned, where pins would keep more than half of the pages."""
+        if node is self._tree.root or self._pins.extend(node, num_s):
+            return True
+        self._expire_pins()
+        num_pages = self._tree.num_pinned_pages + self._tree.num_unpinned_pages(node)
+        if num_pages > self._most_pinned_pages:
+            self.counts["pins_refused"] += 1
+            return False
+        self._tree.pin(node)
+        self._hold(node)
+        self._pins.add(node, num_s)
+        self.counts["pins_made"] += 1
+        return True
+
+    def drop_pins(self) -> bool:
+        """Forget all pins: without that something could never run. False where there is none."""
+        nodes = self._pins.take_all()
+        for node in nodes:
+            self._unpin(node)
+        self.counts["pins_dropped"] += len(nodes)
+        return bool(nodes)
 
     def insert(
         self, token_ids: Sequence[int], pages: Sequence[int], after: Node | None = None
@@ -219,6 +261,7 @@ class PrefixCache:
 
     def evict(self, num_pages: int) -> int:
         """Free up to `num_pages` pages, least recently used first; how many it was."""
+        self._expire_pins()
         num_evicted = 0
         while num_evicted < num_pages and (leaf := self._tree.oldest_leaf()) is not None:
             num_evicted += self._drop(leaf, min(num_pages - num_evicted, len(leaf.pages)))
@@ -226,7 +269,9 @@ class PrefixCache:
         return num_evicted
 
     def reset(self) -> None:
-        """Forget every prefix. RuntimeError, and nothing has changed, where one is locked."""
+        """Forget every prefix, also pinned ones. RuntimeError, and no prefix is forgotten, where
+        one is locked."""
+        self.drop_pins()
         if self.locked_pages:
             raise RuntimeError(f"cannot reset: {self.locked_pages} pages are locked")
         self.evict(self.evictable_pages)
@@ -312,7 +357,30 @@ class PrefixCache:
         self._allocator.free(pages)
         return len(pages)
 
+    @property
+    def _most_pinned_pages(self) -> int:
+        return self.total_pages // PINNED_SHARE
+
+    def _hold(self, node: Node) -> None:
+        """What a pin does to a node; `_let_go` undoes it."""
+        self.lock(node)
+
+    def _let_go(self, node: Node) -> None:
+        self.unlock(node)
+
+    def _unpin(self, node: Node) -> None:
+        self._let_go(node)
+        self._tree.unpin(node)
+
+    def _expire_pins(self) -> None:
+        """Before anything looks for what can be evicted."""
+        expired = self._pins.take_expired()
+        for node in expired:
+            self._unpin(node)
+        self.counts["pins_expired"] += len(expired)
+
     def _obtainable_by_lane(self) -> list[int]:
+        self._expire_pins()
         available = self._allocator.available_by_lane()
         return [a + b for a, b in zip(available, self._tree.evictable, strict=True)]
 

@@ -15,9 +15,10 @@ class Node:
     Below a node that is not in the device tier nothing is.
 
     `locks` counts the holders of this node or of one below it, so a parent is locked at least as
-    often as its children together; a locked node leaves neither tier. `tick` is that of the last
-    walk over the node; a parent's is never older than its child's. `hits` counts the uses that went
-    over the node.
+    often as its children together; a locked node leaves neither tier. `pins` counts likewise who
+    wants it remembered: a pinned node never leaves the last tier. `tick` is that of the last walk
+    over the node; a parent's is never older than its child's. `hits` counts the uses that went over
+    the node.
     """
 
     __slots__ = (
@@ -32,6 +33,7 @@ class Node:
         "num_resident",
         "pages",
         "parent",
+        "pins",
         "serial",
         "tick",
     )
@@ -55,6 +57,7 @@ class Node:
         self.lanes = lanes  # [num_lanes] of `pages`, those in each lane
         self.host_lanes = [0] * len(lanes)  # [num_lanes] of `host_pages`
         self.locks = 0
+        self.pins = 0
         self.hits = 0
         self.tick = 0
         self.serial = serial  # order of creation: breaks ties, the same in every run

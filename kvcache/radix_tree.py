@@ -58,7 +58,8 @@ class RadixTree:
         self.num_lanes = num_lanes
         self.num_pages = 0
         self.num_nodes = 0  # without the root
-        self.evictable = [0] * num_lanes  # pages in unlocked nodes, by lane
+        self.num_pinned_pages = 0
+        self.evictable = [0] * num_lanes  # pages in nodes that are not kept, by lane
         self._clock = 0
         self._next_serial = 0
         self._leaves = LeafHeap(self._is_leaf)
@@ -103,9 +104,8 @@ class RadixTree:
         if node.parent is None and node is not self.root:
             raise RuntimeError("cannot lock a node that was evicted: lock right after the match")
         for step in self.path(node):
+            self._add_evictable(step, -1)
             step.locks += 1
-            if step.locks == 1:
-                self._add_evictable(step, -1)
 
     def unlock(self, node: Node) -> None:
         """Undo one `lock` of `node`. RuntimeError where it is not locked."""
@@ -113,17 +113,42 @@ class RadixTree:
             raise RuntimeError("cannot unlock a node that is not locked")
         for step in self.path(node):
             step.locks -= 1
-            if step.locks == 0:
-                self._add_evictable(step, 1)
-                self._offer(step)
+            self._add_evictable(step, 1)
+            self._offer(step)
+
+    def pin(self, node: Node) -> None:
+        """Count a pin on `node` and all above it. In this tree it keeps nothing: who pins holds a
+        lock, too."""
+        for step in self.path(node):
+            self._add_evictable(step, -1)
+            step.pins += 1
+            if step.pins == 1:
+                self.num_pinned_pages += len(step.keys)
+            self._add_evictable(step, 1)
+
+    def unpin(self, node: Node) -> None:
+        """Undo one `pin` of `node`. RuntimeError where it is not pinned."""
+        if node is not self.root and node.pins == 0:
+            raise RuntimeError("cannot unpin a node that is not pinned")
+        for step in self.path(node):
+            self._add_evictable(step, -1)
+            step.pins -= 1
+            if step.pins == 0:
+                self.num_pinned_pages -= len(step.keys)
+            self._add_evictable(step, 1)
+            self._offer(step)
+
+    def num_unpinned_pages(self, node: Node) -> int:
+        """Pages that pinning `node` would newly pin."""
+        return sum(len(step.keys) for step in self.path(node) if not step.pins)
 
     def oldest_leaf(self) -> Node | None:
-        """The unlocked leaf that was used least recently; None where all is locked or empty."""
+        """The leaf that was used least recently and is not kept; None where there is none."""
         return self._leaves.oldest()
 
     def trim(self, leaf: Node, num_pages: int) -> list[int]:
-        """Cut the last `num_pages` pages off an unlocked leaf and return them; the leaf is dropped
-        when none is left."""
+        """Cut the last `num_pages` pages off a leaf that is not kept and return them; the leaf is
+        dropped when none is left."""
         self._check_trim(self._is_leaf(leaf), leaf, num_pages)
         first_key = leaf.keys[0]
         pages = leaf.pages[-num_pages:]
@@ -164,19 +189,20 @@ class RadixTree:
     def check(self) -> None:
         """AssertionError unless spans, links, locks, ticks, counts and heap agree. O(tree)."""
         evictable = [0] * self.num_lanes
-        num_nodes = num_pages = 0
+        num_nodes = num_pages = num_pinned = 0
         for node in self.nodes():
             num_nodes += 1
+            num_pinned += len(node.keys) if node.pins else 0
             num_pages += len(node.pages)
             faults = self._faults(node)
             if faults:
                 raise AssertionError(f"node {node.serial} with pages {node.pages}: {faults}")
-            if not node.locks:
+            if not self._is_kept(node):
                 evictable = [a + b for a, b in zip(evictable, node.lanes, strict=True)]
-        found = (num_nodes, num_pages, evictable)
-        counted = (self.num_nodes, self.num_pages, self.evictable)
+        found = (num_nodes, num_pages, num_pinned, evictable)
+        counted = (self.num_nodes, self.num_pages, self.num_pinned_pages, self.evictable)
         if found != counted:
-            raise AssertionError(f"(nodes, pages, evictable) is {found}, counted {counted}")
+            raise AssertionError(f"(nodes, pages, pinned, evictable) is {found}, counted {counted}")
         self._leaves.check(self.nodes())
 
     def _faults(self, node: Node) -> list[str]:
@@ -195,6 +221,7 @@ class RadixTree:
             "lanes": node.lanes != count_lanes(node.pages, self.num_lanes)
             or node.host_lanes != count_lanes(node.host_pages, self.num_lanes),
             "locks": node.locks < sum(child.locks for child in node.children.values()),
+            "pins": node.pins < sum(child.pins for child in node.children.values()),
             "tick": parent is not None and parent.tick < node.tick,
         }
         return [name for name, is_wrong in wrong.items() if is_wrong]
@@ -224,6 +251,7 @@ class RadixTree:
         upper.host_lanes = count_lanes(upper.host_pages, self.num_lanes)
         upper.num_resident = int(bool(node.pages))
         upper.locks, upper.hits, upper.tick = node.locks, node.hits, node.tick
+        upper.pins = node.pins
         parent.children[upper.keys[0]] = upper
         node.parent = upper
         del node.keys[:num_pages]
@@ -249,9 +277,14 @@ class RadixTree:
         for step in self.path(node):
             step.tick = self._clock
 
+    def _is_kept(self, node: Node) -> bool:
+        """It must not leave the tier that it would leave next."""
+        return bool(node.locks)
+
     def _is_leaf(self, node: Node) -> bool:
         """It may leave the device tier now."""
-        return bool(node.pages and node.parent) and not (node.locks or node.num_resident)
+        is_leaf = bool(node.pages and node.parent) and not node.num_resident
+        return is_leaf and not self._is_kept(node)
 
     def _offer(self, node: Node) -> None:
         """Enter `node` where it can be evicted now."""
@@ -265,5 +298,8 @@ class RadixTree:
             raise ValueError(f"num_pages must be in [1, {len(leaf.keys)}], got {num_pages}")
 
     def _add_evictable(self, node: Node, sign: int) -> None:
+        """Before (-1) and after (1) whatever a node's share in the accounts depends on changes."""
+        if self._is_kept(node):
+            return
         for lane, count in enumerate(node.lanes):
             self.evictable[lane] += sign * count

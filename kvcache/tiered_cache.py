@@ -28,15 +28,17 @@ when it has left both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 from kvcache.allocator import CPSharedPagedAllocator, count_lanes, lane_of_page
 from kvcache.copies_under_way import CopiesUnderWay
 from kvcache.events import EventLog
 from kvcache.host_plan import Backup, HostItem, HostOrders, LoadBack, WritePolicy
+from kvcache.pins import monotonic_s
 from kvcache.prefix_cache import (
     LOAD_BACK_THRESHOLD,
+    PINNED_SHARE,
     Inserted,
     LoadedBack,
     Match,
@@ -57,7 +59,8 @@ class TieredCache(PrefixCache):
     `counts`, cumulative: `backups_` and `load_backs_started`, `_finished`; `loaded_back_tokens`;
     `backups_skipped_no_host_pages`; `load_backs_skipped_` with each SkipReason, once a call that
     found something on the host; `evicted_device_pages`, `dropped_device_pages` (those of them that
-    had no backup), `evicted_host_pages`.
+    had no backup), `evicted_host_pages`. A pinned prefix is backed up, whatever the policy, and
+    then leaves the device like others, but not the host; until it is backed up it is locked.
 
     Policies: `write_through` backs up what is inserted; `write_through_selective` what was used
     twice; `write_back` what is about to be evicted from the device. A node that cannot be backed
@@ -74,6 +77,7 @@ class TieredCache(PrefixCache):
         policy: WritePolicy = "write_through",
         num_ranks: int | None = None,  # None: one a lane
         events: EventLog | None = None,
+        clock: Callable[[], int] = monotonic_s,
     ) -> None:
         ours = (allocator.page_size, allocator.num_lanes)
         theirs = (host_allocator.page_size, host_allocator.num_lanes)
@@ -83,11 +87,12 @@ class TieredCache(PrefixCache):
             raise ValueError(
                 f"--hicache-write-policy {policy}: accepted are {', '.join(get_args(WritePolicy))}"
             )
-        super().__init__(allocator, events)
+        super().__init__(allocator, events, clock)
         self.policy: WritePolicy = policy
         self._host = host_allocator
         self._under_way = CopiesUnderWay(allocator.num_lanes if num_ranks is None else num_ranks)
         self._due: dict[Node, None] = {}  # to be backed up, in order
+        self._held: dict[Node, None] = {}  # pinned, and locked until the host has them
 
     def _new_tree(self, events: EventLog | None) -> TieredTree:
         return TieredTree(self.page_size, self._allocator.num_lanes, events)
@@ -203,6 +208,9 @@ class TieredCache(PrefixCache):
         due, self._due = self._due, {}
         for node in due:
             self._back_up_path(node)
+        if due:
+            for node in [node for node in self._held if self._is_backed_up(node)]:
+                self._let_go(node)
         return self._under_way.take_orders()
 
     def acknowledge(self, item_id: int, rank: int) -> bool:
@@ -237,6 +245,7 @@ class TieredCache(PrefixCache):
     def reset(self) -> None:
         """Forget every prefix in both tiers. RuntimeError, and nothing has changed, where one is
         locked, as by a copy under way."""
+        self.drop_pins()
         if any(child.locks for child in self._tree.root.children.values()):
             raise RuntimeError(
                 f"cannot reset: {self.locked_pages} pages are locked, {self.num_under_way} copies "
@@ -266,6 +275,25 @@ class TieredCache(PrefixCache):
                 raise AssertionError(f"pages under way have moved: {item}")
 
     # -- inside
+
+    @property
+    def _most_pinned_pages(self) -> int:
+        return min(super()._most_pinned_pages, self.total_host_pages // PINNED_SHARE)
+
+    def _hold(self, node: Node) -> None:
+        if not self._is_backed_up(node):
+            self._due |= {step: None for step in self._tree.path(node) if not step.host_pages}
+            self._held[node] = None
+            self.lock(node)
+
+    def _let_go(self, node: Node) -> None:
+        if node in self._held:
+            del self._held[node]
+            self.unlock(node)
+
+    def _is_backed_up(self, node: Node) -> bool:
+        """All of its path is in the host tier, or on the way there."""
+        return all(step.host_pages for step in self._tree.path(node))
 
     def _skip(self, reason: SkipReason) -> SkipReason:
         self.counts[f"load_backs_skipped_{reason}"] += 1
@@ -312,6 +340,7 @@ class TieredCache(PrefixCache):
         """Host pages in the lanes of `device_pages`. Where a lane is short, host-only leaves go,
         oldest first, until it has the pages it needs; None, and nothing has changed, where that
         would not be enough."""
+        self._expire_pins()
         num_lanes = self._host.num_lanes
         pairs = zip(
             count_lanes(device_pages, num_lanes), self._host.available_by_lane(), strict=True

@@ -67,13 +67,11 @@ class TieredTree(RadixTree):
             raise RuntimeError("only a host-only node below one on the device can get pages")
         if len(pages) != len(node.keys):
             raise ValueError(f"{len(node.keys)} pages are needed, got {len(pages)}")
-        if not node.locks:
-            self._add_evictable(node, -1)
+        self._add_evictable(node, -1)
         node.pages, node.lanes = list(pages), count_lanes(pages, self.num_lanes)
         parent.num_resident += 1
         self.num_pages += len(pages)
-        if not node.locks:
-            self._add_evictable(node, 1)
+        self._add_evictable(node, 1)
         self._offer(node)
 
     def set_host(self, node: Node, host_pages: list[int]) -> None:
@@ -87,8 +85,8 @@ class TieredTree(RadixTree):
         self.num_host_pages += len(host_pages)
 
     def trim(self, leaf: Node, num_pages: int) -> list[int]:
-        """Take the last `num_pages` device pages off an unlocked leaf and return them. Without host
-        pages that part is dropped, with all below it: see `take_dropped`."""
+        """Take the last `num_pages` device pages off a leaf that is not kept and return them.
+        Without host pages that part is dropped, with all below it: see `take_dropped`."""
         self._check_trim(self._is_leaf(leaf), leaf, num_pages)
         if leaf.host_pages:
             return self._demote(leaf, num_pages)
@@ -98,12 +96,13 @@ class TieredTree(RadixTree):
         return super().trim(leaf, num_pages)
 
     def oldest_host_leaf(self) -> Node | None:
-        """The unlocked host-only leaf that was used least recently; None where there is none."""
+        """The host-only leaf that was used least recently and is not kept; None where there is
+        none."""
         return self._host_leaves.oldest()
 
     def trim_host(self, leaf: Node, num_pages: int) -> list[int]:
-        """Cut the last `num_pages` pages off an unlocked host-only leaf and return them; the leaf
-        is dropped when none is left."""
+        """Cut the last `num_pages` pages off a host-only leaf that is not kept and return them; the
+        leaf is dropped when none is left."""
         self._check_trim(self._is_host_leaf(leaf), leaf, num_pages)
         first_key, parent = leaf.keys[0], leaf.parent
         host_pages = leaf.host_pages[-num_pages:]
@@ -132,7 +131,7 @@ class TieredTree(RadixTree):
         num_host_pages = 0
         for node in self.nodes():
             num_host_pages += len(node.host_pages)
-            if not (node.pages or node.locks):
+            if not (node.pages or self._is_kept(node)):
                 pairs = zip(host_evictable, node.host_lanes, strict=True)
                 host_evictable = [a + b for a, b in pairs]
         found = (num_host_pages, host_evictable)
@@ -146,8 +145,11 @@ class TieredTree(RadixTree):
     def _demote(self, leaf: Node, num_pages: int) -> list[int]:
         """The last pages of a node that the host has too become host-only."""
         if num_pages < len(leaf.keys):
-            if len(leaf.children) == 1:  # cut there before: no chain of one-page nodes
-                return self._move_tail(leaf, next(iter(leaf.children.values())), num_pages)
+            below = next(iter(leaf.children.values())) if len(leaf.children) == 1 else None
+            # Cut there before: no chain of one-page nodes. One that is pinned more often than what
+            # is below it cannot give that a part of itself.
+            if below is not None and below.pins == leaf.pins:
+                return self._move_tail(leaf, below, num_pages)
             self._split(leaf, len(leaf.keys) - num_pages)  # `leaf` is the lower part now
         parent, pages = leaf.parent, leaf.pages
         assert parent is not None
@@ -194,9 +196,14 @@ class TieredTree(RadixTree):
             node.parent = None
             node.children.clear()
 
+    def _is_kept(self, node: Node) -> bool:
+        """A pinned node may leave the device, where it is not locked: it is not lost with that."""
+        return bool(node.locks or (node.pins and not node.pages))
+
     def _is_host_leaf(self, node: Node) -> bool:
         """It may leave the host tier, and the tree, now."""
-        return not (node.pages or node.locks or node.children) and node.parent is not None
+        is_leaf = not (node.pages or node.children) and node.parent is not None
+        return is_leaf and not self._is_kept(node)
 
     def _offer(self, node: Node) -> None:
         super()._offer(node)
@@ -205,6 +212,8 @@ class TieredTree(RadixTree):
     def _add_evictable(self, node: Node, sign: int) -> None:
         if node.pages:
             super()._add_evictable(node, sign)
+            return
+        if self._is_kept(node):
             return
         for lane, count in enumerate(node.host_lanes):
             self.host_evictable[lane] += sign * count

@@ -25,6 +25,7 @@ class Delta:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: StopReason | None = None
     cached_tokens: int = 0  # prompt tokens served from the prefix cache
+    cached_host_tokens: int = 0  # those of them that came from the host tier
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     error: str = ""  # not empty: the answer ends here without a finish_reason
 
@@ -72,6 +73,7 @@ class Answer:
             logprobs=self._take_logprobs(),
             finish_reason=reason,
             cached_tokens=out.cached_tokens if first else 0,
+            cached_host_tokens=out.cached_host_tokens if first else 0,
             prompt_logprobs=out.prompt_logprobs if first else [],
             error=error,
         )

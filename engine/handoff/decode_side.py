@@ -119,7 +119,6 @@ class DecodeSide:
         req.num_pages_known = 0
         req.token_ids.append(token_id)
         req.num_emitted = req.num_output
-        self._running.keep_in_cache(req)
         return req
 
     def close(self, req: Req) -> None:

@@ -35,6 +35,7 @@ class Admission:
 
     def _take(self, req: Req, match: Match, num_tokens: int, num_running: int) -> bool:
         num_pages = -(-num_tokens // self._page_size)
+        num_on_device = match.num_tokens
         self._cache.lock(match.node)
         pages = None
         # Each running request may soon need one more page: start none that would be retracted.
@@ -53,6 +54,7 @@ class Admission:
         req.num_tree = req.num_computed = match.num_tokens
         if req.num_cached is None:
             req.num_cached = min(match.num_tokens, req.num_prompt)
+            req.num_cached_host = req.num_cached - min(num_on_device, req.num_prompt)
         return True
 
     def _load_back(self, match: Match, num_tokens: int, num_running: int) -> Match:

@@ -160,7 +160,9 @@ class Scheduler:
         if self.decode_side.get(room) is None:
             return False
         self.counts["handed_over"] += 1
-        self._arrived.append(self.decode_side.arrive(room, token_id))
+        req = self.decode_side.arrive(room, token_id)
+        self._keep(req)
+        self._arrived.append(req)
         return True
 
     def room_closed(self, message: RoomClosed) -> bool:
@@ -228,6 +230,8 @@ class Scheduler:
         host = self._cache.take_orders()
         if not extends and not self.prefill_side.has_orders and not host:
             if self._waiting and not retracted and self._is_empty:
+                if self._cache.drop_pins():  # they are wishes, and a request comes first
+                    return self.plan()
                 raise RuntimeError(f"a waiting request fits an empty pool never: {self.load}")
             return None
         self._step += 1
@@ -343,10 +347,16 @@ class Scheduler:
                 req.prompt_logprobs += sampled.target_logprobs
             if req.num_to_compute == 0:
                 if not was_decoding:
-                    self._running.keep_in_cache(req)  # others with this prompt find it at once
+                    self._keep(req)  # others with this prompt find it at once
                 outs.append(self._token_out(req, sampled))
         self._in_step = []
         return outs
+
+    def _keep(self, req: Req) -> None:
+        """Hand what is computed to the prefix cache, for the time that the request asks for."""
+        self._running.keep_in_cache(req)
+        if req.node is not None and req.request.pin_s:
+            self._cache.pin(req.node, req.request.pin_s)
 
     def _token_out(self, req: Req, sampled: Sampled) -> TokenOut:
         prompt_logprobs = req.prompt_logprobs if req.scores_prompt else []
@@ -382,6 +392,7 @@ class Scheduler:
             index=req.num_emitted,
             attempt=req.attempt,
             cached_tokens=req.num_cached or 0,
+            cached_host_tokens=req.num_cached_host,
             **fields,
         )
 
@@ -432,13 +443,17 @@ class Scheduler:
         return self._cache.used_pages_by_lane()
 
     @property
+    def pinned_pages(self) -> int:
+        return self._cache.pinned_pages
+
+    @property
     def num_copies(self) -> int:
         """Between the tiers, that some rank has not reported yet."""
         return self._cache.num_under_way
 
     @property
-    def host_counts(self) -> Counter[str]:
-        """What the host tier has done, cumulative: see kvcache.tiered_cache."""
+    def cache_counts(self) -> Counter[str]:
+        """What pins and the host tier have done, cumulative: see PrefixCache and TieredCache."""
         return self._cache.counts
 
     @property

@@ -58,6 +58,7 @@ async def create(api: Api, http: HttpRequest) -> Response:
             token_ids=token_ids,
             sampling=params,
             priority=body.priority or 0,
+            pin_s=body.pin_prefix_s or 0,
         )
         skip = body.skip_special_tokens is not False
         submissions.append(Submission(request, choice, tuple(body.stops), skip))

@@ -58,6 +58,7 @@ async def create(api: Api, http: HttpRequest) -> Response:
                 token_ids=prompt.token_ids,
                 sampling=_params(api, body, prompt, capabilities, seed, place),
                 priority=body.priority or 0,
+                pin_s=body.pin_prefix_s or 0,
             )
             skip = body.skip_special_tokens is not False
             submissions.append(Submission(request, choice, tuple(body.stops), skip, continues=True))

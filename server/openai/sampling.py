@@ -55,6 +55,11 @@ def check(body: GenerationBody, config: ServeConfig, num_prompts: int = 1) -> No
             "logit_bias",
             f"logit_bias has {num_biases} entries: at most {config.max_logit_bias} are accepted",
         )
+    if (body.pin_prefix_s or 0) > config.max_pin_s:
+        raise invalid(
+            "pin_prefix_s",
+            f"pin_prefix_s is {body.pin_prefix_s}: at most {config.max_pin_s} seconds are accepted",
+        )
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only accepted with stream: true")
 

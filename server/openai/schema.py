@@ -57,6 +57,8 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] | None = None
+    # Ours: keep the prompt's prefix cached for so many seconds.
+    pin_prefix_s: Annotated[int, Field(ge=0, le=PRIORITY_MAX)] | None = None
     # Known, and refused unless they ask for what happens anyway.
     tools: list[Any] | None = None
     tool_choice: Any = None

@@ -132,11 +132,13 @@ class Group:
         copier_class: type[ManualCopier] | type[ThreadCopier] = ManualCopier,
     ) -> None:
         self.size, self.page_size = size, page_size
+        self.now = 0  # seconds, by the cache's clock
         self.cache = cache_class(
             CPSharedPagedAllocator(pages, page_size, size),
             CPSharedPagedAllocator(host_pages, page_size, size),
             policy=policy,
             events=EventLog(SALT),
+            clock=lambda: self.now,
         )
         self.ranks: list[Rank] = []
         for rank in range(size):

@@ -230,3 +230,99 @@ def test_without_a_host_tier_there_is_nothing_to_load_back_or_to_copy() -> None:
     assert cache.num_under_way == 0
     assert cache.mem_quota(3) == 16 - (3 + 2)
     assert accounts(cache) == (6, 0, 2, 0)
+
+
+class Clock:
+    """Seconds, as a test says."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+def pinned_cache(clock: Clock, num_pages: int = 8) -> PrefixCache:
+    return PrefixCache(CPSharedPagedAllocator(num_pages, 2), clock=clock)
+
+
+def test_eviction_skips_a_pinned_prefix_until_its_time_is_over() -> None:
+    clock = Clock()
+    cache = pinned_cache(clock)
+    cache_prompt(cache, [1, 1, 2, 2])
+    cache_prompt(cache, [3, 3, 4, 4])
+    assert cache.pin(cache.match([1, 1, 2, 2]).node, 10)
+    assert accounts(cache) == (4, 0, 2, 2)
+    assert cache.evict(8) == 2
+    assert cache.match([1, 1, 2, 2]).num_tokens == 4
+    clock.now = 9
+    assert cache.obtainable_pages == 6
+    clock.now = 10
+    assert accounts(cache) == (6, 0, 0, 2)  # nobody has looked yet
+    assert cache.obtainable_pages == 8
+    assert cache.evict(8) == 2
+    assert cache.match([1, 1, 2, 2]).num_tokens == 0
+    assert (cache.counts["pins_made"], cache.counts["pins_expired"]) == (1, 1)
+
+
+def test_an_allocation_meets_an_expired_pin() -> None:
+    clock = Clock()
+    cache = pinned_cache(clock)
+    cache_prompt(cache, [1, 1, 2, 2])
+    assert cache.pin(cache.match([1, 1, 2, 2]).node, 5)
+    assert cache.alloc(7) is None
+    clock.now = 5
+    assert cache.alloc(7) is not None
+    cache.check()
+
+
+def test_the_longest_time_asked_for_wins_and_is_one_pin() -> None:
+    clock = Clock()
+    cache = pinned_cache(clock)
+    cache_prompt(cache, [1, 1, 2, 2])
+    node = cache.match([1, 1, 2, 2]).node
+    for num_s in (5, 20, 10):
+        assert cache.pin(node, num_s)
+    assert cache.counts["pins_made"] == 1
+    clock.now = 19
+    assert cache.evict(8) == 0
+    clock.now = 20
+    assert cache.evict(8) == 2
+
+
+def test_pins_of_prefixes_in_common_end_one_by_one_also_after_a_split() -> None:
+    clock = Clock()
+    cache = pinned_cache(clock)
+    cache_prompt(cache, [1, 1, 2, 2, 3, 3])
+    assert cache.pin(cache.match([1, 1, 2, 2, 3, 3]).node, 5)
+    assert cache.pin(cache.match([1, 1, 2, 2]).node, 10)  # splits the pinned node
+    assert cache.pinned_pages == 3
+    clock.now = 5
+    assert cache.evict(8) == 1
+    assert cache.match([1, 1, 2, 2, 3, 3]).num_tokens == 4
+    assert cache.pinned_pages == 2
+    clock.now = 10
+    assert cache.evict(8) == 2
+    assert cache.pinned_pages == 0
+    assert accounts(cache) == (8, 0, 0, 0)
+
+
+def test_pins_keep_no_more_than_half_of_the_pages_and_can_be_dropped() -> None:
+    cache = pinned_cache(Clock())
+    for first in (1, 2, 3):
+        cache_prompt(cache, [first] * 4)
+    assert cache.pin(cache.match([1] * 4).node, 5)
+    assert cache.pin(cache.match([2] * 4).node, 5)
+    assert not cache.pin(cache.match([3] * 4).node, 5)
+    assert cache.counts["pins_refused"] == 1
+    assert cache.evict(8) == 2
+    assert cache.drop_pins()
+    assert not cache.drop_pins()
+    assert cache.counts["pins_dropped"] == 2
+    assert cache.evict(8) == 4
+
+
+def test_the_empty_prefix_needs_no_pin() -> None:
+    cache = pinned_cache(Clock())
+    assert cache.pin(cache.match([]).node, 5)
+    assert not cache.drop_pins()

@@ -452,6 +452,75 @@ def test_what_was_evicted_or_loaded_since_the_match_is_noticed() -> None:
         cache.load_back(old, mem_quota=99)
 
 
+def pinned(group: Group, token_ids: Sequence[int], num_s: int) -> bool:
+    inserted = run(group, token_ids)
+    group.cache.lock(inserted.node)
+    is_pinned = group.cache.pin(inserted.node, num_s)
+    group.cache.unlock(inserted.node)
+    return is_pinned
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_a_pinned_prefix_is_backed_up_and_outlives_others_in_the_host_tier(policy) -> None:
+    group = Group(pages=10, host_pages=10, policy=policy)
+    cache = group.cache
+    assert pinned(group, A, 100)
+    assert cache.evict(9) == 0  # it is nowhere else yet
+    assert numbers(group.start()) == (0, 1)
+    group.settle()
+    for first in range(200, 300, 10):
+        run(group, list(range(first, first + 10)))
+        group.settle()
+    assert hits(group, A) == (0, 10)
+    assert cache.pinned_pages == 5
+    group.now = 100
+    for first in range(300, 400, 10):
+        for _ in range(3):
+            run(group, list(range(first, first + 10)))
+            group.settle()
+    assert cache.pinned_pages == 0
+    assert hits(group, A) == (0, 0)
+    assert cache.counts["pins_made"] == cache.counts["pins_expired"] == 1
+
+
+def test_a_pinned_prefix_that_the_host_has_no_room_for_stays_on_the_device() -> None:
+    group = Group(pages=20, host_pages=11)
+    cache = group.cache
+    for token_ids in (A, B):
+        run(group, token_ids)
+        group.settle()
+    for token_ids in (A, B):  # keep what the host has
+        cache.lock(cache.match(token_ids).node)
+    assert pinned(group, [7, 7, 8, 8], 10)
+    group.settle()
+    assert cache.counts["backups_started"] == 2
+    assert cache.counts["backups_skipped_no_host_pages"] == 1
+    assert not pinned(group, list(range(300, 310)), 10)  # more than half of the pages
+    assert cache.counts["pins_refused"] == 1
+    assert cache.evict(20) == 5
+    assert hits(group, [7, 7, 8, 8]) == (4, 0)
+
+
+def test_the_part_of_a_pinned_node_that_leaves_the_device_stays_pinned() -> None:
+    """Below it lies a host-only node that nobody has pinned, and that leaves."""
+    group = Group(pages=12, host_pages=12)
+    cache = group.cache
+    long = [*A, 1, 1]
+    run(group, long)
+    group.settle()
+    cache.evict(1)
+    assert pinned(group, A, 10)
+    cache.evict(2)
+    assert hits(group, long) == (6, 6)
+    for first in range(200, 300, 10):
+        run(group, list(range(first, first + 10)))
+        group.settle()
+    assert sum(hits(group, long)) == 10
+    cache.reset()
+    assert cache.counts["pins_dropped"] == 1
+    assert cache.pinned_pages == 0
+
+
 def test_a_walk_that_misses_makes_no_node() -> None:
     group = Group(pages=6, host_pages=6)
     run(group, A)

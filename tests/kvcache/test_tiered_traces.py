@@ -38,6 +38,7 @@ class Trace:
     def __init__(self, rng: random.Random, group: Group) -> None:
         self.rng, self.group, self.cache = rng, group, group.cache
         self.running: list[Running] = []
+        self.pinned: dict[tuple[int, ...], int] = {}  # prefixes, until when
         roots = [[root] * 5 for root in range(3)]
         self.documents = [
             rng.choice(roots) + [rng.randrange(9) for _ in range(rng.randint(3, 9))]
@@ -46,6 +47,7 @@ class Trace:
 
     def run(self, num_steps: int) -> None:
         actions = [self.admit] * 8 + [self.keep, self.finish, self.finish, self.abort]
+        actions += [self.pin]
         actions += [self.evict, self.copy, self.copy, self.report, self.report, self.reclaim]
         for _ in range(num_steps):
             self.rng.choice(actions)()
@@ -144,6 +146,25 @@ class Trace:
     def evict(self) -> None:
         self.cache.evict(self.rng.randint(0, 4))
 
+    def pin(self) -> None:
+        """And time passes."""
+        self.group.now += 1
+        self.check_pins()
+        if self.running:
+            request, num_s = self.rng.choice(self.running), self.rng.randint(1, 5)
+            prefix = tuple(request.token_ids[: request.num_tree])
+            if self.cache.pin(request.node, num_s):
+                self.pinned[prefix] = max(self.pinned.get(prefix, 0), self.group.now + num_s)
+
+    def check_pins(self) -> None:
+        """What is pinned is in one tier or the other, and half of either is enough for it."""
+        for prefix, until in self.pinned.items():
+            if until > self.group.now:
+                match = self.cache.match(prefix)
+                assert match.num_tokens + match.num_host_tokens == len(prefix)
+        most = min(self.cache.total_pages, self.cache.total_host_pages) // 2
+        assert self.cache.pinned_pages <= most
+
     def reclaim(self) -> None:
         if self.cache.policy == "write_back":
             self.cache.reclaim(self.rng.randint(0, 6))
@@ -159,6 +180,7 @@ class Trace:
         """A node has the locks of those below it, of requests and of copies, and no other."""
         held: dict[int, int] = {}
         owners = [request.node for request in self.running]
+        owners += list(self.cache._held)
         owners += [under_way.node for under_way in self.cache._under_way.all()]
         for owner in owners:
             for node in self.cache._tree.path(owner):
@@ -168,6 +190,9 @@ class Trace:
     def end(self) -> None:
         """Everybody leaves, all copies end, everything is forgotten."""
         cache, group = self.cache, self.group
+        self.check_pins()
+        assert cache.drop_pins() == (cache.counts["pins_dropped"] > 0)
+        assert cache.pinned_pages == 0
         while self.running:
             self.leave(self.running[0])
         while cache.num_under_way or group.start():
@@ -201,6 +226,7 @@ def test_thousands_of_steps(
     trace.run(800)
     counts = group.cache.counts
     happened = ["backups_finished", "load_backs_finished", "load_backs_skipped_quota"]
+    happened += ["pins_made", "pins_expired"]
     happened += ["load_backs_skipped_threshold", "evicted_device_pages", "evicted_host_pages"]
     assert not [name for name in happened if not counts[name]], counts
     trace.end()

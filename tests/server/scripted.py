@@ -103,6 +103,7 @@ def reply(token_ids: list[int], *, step: int = 1) -> Script:
                 finish_reason=reason,
                 stop_token=reason == "stop",
                 cached_tokens=len(submit.request.token_ids) // 2,
+                cached_host_tokens=len(submit.request.token_ids) // 4,
                 prompt_logprobs=prompt_logprobs,
             )
             if reason is not None:

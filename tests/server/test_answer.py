@@ -93,10 +93,22 @@ def test_cached_tokens_and_prompt_logprobs_come_once() -> None:
     one = answer()
     prompt = [None, TokenLogprob(1, -1.0)]
     first = one.fold(
-        TokenOut(rid="r", index=0, ids=IDS[:1], cached_tokens=64, prompt_logprobs=prompt)
+        TokenOut(
+            rid="r",
+            index=0,
+            ids=IDS[:1],
+            cached_tokens=64,
+            cached_host_tokens=16,
+            prompt_logprobs=prompt,
+        )
     )
-    second = one.fold(TokenOut(rid="r", index=1, ids=IDS[1:2], cached_tokens=64))
+    # Of the decode worker, which found another part of the prompt in its own cache.
+    second = one.fold(
+        TokenOut(rid="r", index=1, ids=IDS[1:2], cached_tokens=48, cached_host_tokens=48)
+    )
     assert first is not None
     assert second is not None
-    assert (first.cached_tokens, first.prompt_logprobs) == (64, prompt)
-    assert (second.cached_tokens, second.prompt_logprobs) == (0, [])
+    assert (first.cached_tokens, first.cached_host_tokens) == (64, 16)
+    assert first.prompt_logprobs == prompt
+    assert (second.cached_tokens, second.cached_host_tokens) == (0, 0)
+    assert second.prompt_logprobs == []

@@ -157,11 +157,14 @@ class Pair:
         room: str = "",
         attempt: int = 0,
         traceparent: str = "",
+        pin_s: int = 0,
         **sampling: Any,
     ) -> None:
         sampling.setdefault("max_tokens", 12)
         output_ids = sampling.pop("output_ids", [])
-        request = Request(rid=rid, token_ids=prompt, sampling=SamplingParams(**sampling))
+        request = Request(
+            rid=rid, token_ids=prompt, sampling=SamplingParams(**sampling), pin_s=pin_s
+        )
         route = Route(room=room or f"room-{rid}-{attempt}", prefill_address=PREFILL)
         self.decode.inbox.take(FRONT, Submit(request, output_ids, attempt, route, traceparent))
 

@@ -404,3 +404,22 @@ def test_random_traffic_ends_with_nothing_left(dsa: Path, pair: Pair, seed: int)
         if rid not in aborted and rid not in lost:
             assert pair.tokens(rid) == expected.tokens[f"{length}"], rid
     pair.assert_all_given_back()
+
+
+def test_a_pinned_prefix_stays_on_both_sides(pair: Pair) -> None:
+    pair.submit("pinned", prompt(300), temperature=0.0, pin_s=3600)
+    pair.run()
+    for node in (pair.prefill, pair.decode):
+        assert node.scheduler.pinned_pages == 300 // PAGE
+    for i in range(1, 6):
+        pair.submit(f"other {i}", prompt(11 * PAGE, seed=i), temperature=0.0)
+        pair.run()
+    pair.submit("again", prompt(300), temperature=0.0)
+    pair.run()
+    assert pair.tokens("again") == pair.tokens("pinned")
+    assert pair.outs["again"][0].cached_tokens == 4 * PAGE
+    for node in (pair.prefill, pair.decode):
+        assert node.scheduler.cache_counts["pins_dropped"] == 0
+        assert node.scheduler.pinned_pages == 300 // PAGE
+        node.scheduler._cache.drop_pins()
+    pair.assert_all_given_back()

@@ -34,12 +34,13 @@ class Harness:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, TokenOut] = {}
 
-    def submit(self, rid, prompt, max_tokens=4, output=(), priority=0, **sampling):
+    def submit(self, rid, prompt, max_tokens=4, output=(), priority=0, pin_s=0, **sampling):
         request = Request(
             rid=rid,
             token_ids=list(prompt),
             sampling=SamplingParams(max_tokens=max_tokens, **sampling),
             priority=priority,
+            pin_s=pin_s,
         )
         self.tokens[rid] = list(output)
         self.see(self.scheduler.submit(request, list(output)))
@@ -81,8 +82,9 @@ class Harness:
 
     def check_idle(self):
         self.check_pages()
-        assert self.cache.locked_pages == 0
-        assert self.cache.free_pages + self.cache.evictable_pages == self.total
+        pinned = self.cache.pinned_pages
+        assert self.cache.locked_pages == pinned
+        assert self.cache.free_pages + self.cache.evictable_pages + pinned == self.total
 
 
 def answer(prompt, max_tokens):
@@ -110,6 +112,40 @@ def test_second_ask_finds_the_prefix():
     h.run()
     assert h.ends["b"].cached_tokens == 32
     assert h.tokens["b"] == answer([*range(33), 9, 9], 4)
+
+
+def test_a_pinned_prompt_stays_while_others_come_and_go():
+    h = Harness()
+    for rid, first, pin_s in (("plain", 0, 0), ("pinned", 10, 3600)):
+        h.submit(rid, range(first, first + 13), max_tokens=2, pin_s=pin_s)
+        h.run()
+    for i in range(6):
+        h.submit(f"other{i}", [20 + i] * 30, max_tokens=2)
+        h.run()
+    for rid, first in (("plain again", 0), ("pinned again", 10)):
+        h.submit(rid, range(first, first + 13), max_tokens=2)
+        h.run()
+    assert h.ends["plain again"].cached_tokens == 0
+    assert h.ends["pinned again"].cached_tokens == 12
+    assert h.cache.counts["pins_made"] == 1
+
+
+def test_a_request_that_needs_pinned_pages_gets_them():
+    """It waits for those that run, and then finds no other way."""
+    h = Harness()
+    h.submit("pinned", range(30), max_tokens=2, pin_s=3600)
+    h.run()
+    assert h.cache.pinned_pages == 7
+    h.submit("running", [8] * 9, max_tokens=20)
+    h.step()
+    h.submit("large", [9] * 50, max_tokens=4)
+    h.step()
+    assert h.cache.pinned_pages == 7
+    h.run()
+    assert h.tokens["large"] == answer([9] * 50, 4)
+    assert h.tokens["running"] == answer([8] * 9, 20)
+    assert h.cache.pinned_pages == 0
+    assert h.cache.counts["pins_dropped"] == 1
 
 
 def test_identical_prompts_submitted_together_are_computed_once():

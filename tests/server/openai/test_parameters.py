@@ -135,6 +135,15 @@ def test_priority_reaches_the_worker(server: Server, worker: ScriptedWorker) -> 
     assert worker.submits.get(timeout=60).request.priority == 3
 
 
+@pytest.mark.parametrize("route", [CHAT, COMPLETION])
+def test_the_time_to_keep_the_prefix_reaches_the_worker(
+    server: Server, worker: ScriptedWorker, route: str
+) -> None:
+    for pin_prefix_s in (None, 0, 3600):
+        assert post(server, route, pin_prefix_s=pin_prefix_s, max_tokens=1).status_code == 200
+        assert worker.submits.get(timeout=60).request.pin_s == (pin_prefix_s or 0)
+
+
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": "hi"}, "messages"),
@@ -224,6 +233,10 @@ WRONG += [
         {"min_tokens": 9, "max_tokens": 8},
         {"ignore_eos": 1},
         {"priority": 2**40},
+        {"pin_prefix_s": 3601},
+        {"pin_prefix_s": -1},
+        {"pin_prefix_s": 1.5},
+        {"pin_prefix_s": True},
         {"stream": "yes"},
         {"stream_options": {"include_usage": True}},
         {"user": 5},

@@ -81,6 +81,16 @@ def test_characters_come_whole_and_eos_is_hidden(server: Server, route: str, str
 
 
 @pytest.mark.parametrize(("route", "stream"), BOTH)
+def test_cached_tokens_are_told_by_tier(server: Server, route: str, stream: bool) -> None:
+    """The scripted worker found half of the prompt, half of that in its host tier."""
+    usage = Answer(server, route, stream, {"prompt": "one two three four five six"}).usage
+    num_prompt, details = usage["prompt_tokens"], usage["prompt_tokens_details"]
+    assert num_prompt >= 4
+    by_tier = {"device": num_prompt // 2 - num_prompt // 4, "host": num_prompt // 4}
+    assert details == {"cached_tokens": num_prompt // 2, "cached_tokens_by_tier": by_tier}
+
+
+@pytest.mark.parametrize(("route", "stream"), BOTH)
 @pytest.mark.parametrize(
     ("stop", "shown"),
     [
