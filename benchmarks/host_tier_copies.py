@@ -6,7 +6,7 @@ DeepSeek-V3.2's page of 64 tokens over 61 layers (5.5 MB), and one of a single l
 (73,728 bytes). The gate comes first: scattered pages must come back as they were. Then
 
 - backup and load-back of contiguous and of scattered pages;
-- what the copy costs a matrix product that runs beside it, by how many programs copy;
+- what a copy costs the matrix products that run beside it;
 - how much of a load-back hides under a prefill of the tokens that follow: the matrix products of
   DeepSeek-V3.2's layers in bf16 at their real shapes, with an attention that costs nothing, which
   is the hardest case. (compute alone + load alone - both) / load alone; a load-back that takes
@@ -25,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,13 @@ GEOMETRIES = {
 LEAST_SHARE = 0.9
 CEILING_BYTES = 256 * 2**20
 NEW_TOKENS = (256, 1024, 2048, 8192)
-PROGRAMS = (2, 4, 8, 16, 32, 132)
 SWEEP = [
     Shape(num_programs, block_bytes, num_warps)
-    for block_bytes, num_warps in ((65536, 32), (32768, 32), (32768, 8), (16384, 8), (8192, 4))
-    for num_programs in (2, 4, 8, 16, 32, 64, 132)
+    for block_bytes, num_warps in ((131072, 32), (65536, 32), (32768, 16), (32768, 8), (16384, 8))
+    for num_programs in (3, 4, 6, 8, 12, 16, 32)
 ]
+BESIDE = [Shape(4, 131072, 32), Shape(4, 65536, 32), Shape(6, 32768, 8), SHAPE, Shape(16, 16384, 8)]
+RATES = ("backup", "load_back")
 # [in, out] of a layer's projections; the experts as the 9 that each token goes through.
 PROJECTIONS = (
     (7168, 1536 + 576),
@@ -205,48 +207,58 @@ def sweep(pages: Scattered, ceilings: dict[str, float]) -> Iterator[dict[str, An
         }
 
 
-def beside_products(pages: Scattered) -> Iterator[dict[str, Any]]:
-    """What a matrix product loses while a copy runs on another stream, and how fast that is."""
+def beside_products(pages: Scattered, bench: Bench) -> Iterator[dict[str, Any]]:
+    """What a matrix product loses while a copy runs on another stream, and how fast that is: for
+    the load-back's kernel in some shapes, then for the tier's own copies."""
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     product = torch.empty_like(a)
-    num_products = 30
+    stream = torch.cuda.Stream()
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def products() -> None:
-        for _ in range(num_products):
+        for _ in range(30):
             torch.mm(a, a, out=product)
 
-    alone = median_of(3, lambda: seconds_of(products))
-    num_copies = max(1, round(1.3 * alone * 50e9 / pages.num_bytes))
-    stream = torch.cuda.Stream()
-    for direction in ("load_back", "backup"):
-        for num_programs in PROGRAMS:
-            shape = Shape(num_programs, SHAPE.block_bytes, SHAPE.num_warps)
-            copying = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    def by_kernel(direction: str, shape: Shape) -> None:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            ends[0].record()
+            for _ in range(20):
+                pages.copy(direction, shape)
+            ends[1].record()
 
-            def once(direction=direction, shape=shape, copying=copying) -> float:
-                torch.cuda.synchronize()
-                with torch.cuda.stream(stream):
-                    copying[0].record()
-                    for _ in range(num_copies):
-                        pages.copy(direction, shape)
-                    copying[1].record()
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
+    def by_tier(direction: str) -> None:
+        bench.tier.start(bench.item(direction, bench.in_order, bench.shuffled))
+
+    cases: list[tuple[str, str, Callable[[], None]]] = [
+        ("load_back", str(shape), partial(by_kernel, "load_back", shape)) for shape in BESIDE
+    ]
+    cases.append(("backup", f"kernel, {SHAPE}", partial(by_kernel, "backup", SHAPE)))
+    cases += [(direction, "the tier", partial(by_tier, direction)) for direction in RATES]
+    for direction, how, start in cases:
+        alone, together, rates = [], [], []
+        for _ in range(4):
+            alone.append(seconds_of(products))
+            before = bench.tier.seconds[direction]
+
+            def both(start=start) -> None:
+                start()
                 products()
-                end.record()
-                torch.cuda.synchronize()
-                return begin.elapsed_time(end) / 1e3
 
-            seconds = median_of(3, once)
-            copy_s = copying[0].elapsed_time(copying[1]) / 1e3
-            yield {
-                "direction": direction,
-                "programs": num_programs,
-                "product_slower_by": seconds / alone - 1,
-                "copy_gb_s": num_copies * pages.num_bytes / copy_s / 1e9,
-                "copy_ms": 1e3 * copy_s,
-                "products_ms": 1e3 * seconds,
-            }
+            together.append(seconds_of(both))
+            if bench.tier.poll():
+                num_bytes = bench.num_pages * bench.tier.page_bytes
+                rates.append(num_bytes / (bench.tier.seconds[direction] - before) / 1e9)
+            else:
+                copy_s = ends[0].elapsed_time(ends[1]) / 1e3
+                rates.append(20 * pages.num_bytes / copy_s / 1e9)
+        yield {
+            "direction": direction,
+            "how": how.replace("num_", "").replace("Shape", ""),
+            "product_slower_by": statistics.median(together) / statistics.median(alone) - 1,
+            "products_ms": 1e3 * statistics.median(alone),
+            "copy_gb_s": statistics.median(rates),
+        }
 
 
 class Prefill:
@@ -352,7 +364,7 @@ def main() -> int:
     scattered = Scattered()
     if args.sweep:
         report.add("sweep", sweep(scattered, ceilings))
-    report.add("beside_products", beside_products(scattered))
+    report.add("beside_products", beside_products(scattered, bench))
     for context in args.contexts:
         if context // PAGE > bench.num_pages:
             bench = None  # its memory first

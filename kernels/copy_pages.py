@@ -3,11 +3,9 @@ page-first objects in host memory."""
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
+from kernels.dispatch import gpu_kernels
 
 
 def copy_pages(
@@ -19,13 +17,13 @@ def copy_pages(
     """target[l, target_pages[i]] = source[l, source_pages[i]]; only the last dimension need be
     contiguous.
 
-    Both on the CPU, or one on a CUDA device and the other there or in pinned memory; the page lists
-    are where the device is. On a device the copy is in order with its current stream.
+    Both on the CPU, or one on a CUDA device and the other there too or in pinned memory; the page
+    lists are where the device is. On a device the copy is in order with its current stream.
     """
     if not (target.is_cuda or source.is_cuda):
         _copy_on_cpu(target, target_pages, source, source_pages)
         return
-    if _HAS_TRITON:
+    if gpu_kernels(target if target.is_cuda else source, target_pages, source_pages):
         from kernels.gpu.copy_pages import copy_pages as launch
 
         launch(target, target_pages, source, source_pages)

@@ -23,6 +23,9 @@ from kvcache.host_metadata import CpHiCacheNodeMetadata
 from kvcache.host_plan import Backup, HostItem, LoadBack
 from kvcache.pool import KVPool
 
+_STAGED_PAGE_BYTES = 2**20  # from here on one page is worth a copy of its own
+_STAGING_BYTES = 64 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class _Running:
@@ -39,12 +42,25 @@ class HostTier:
     pool's buffers (latent, or keys and values; then index keys), all layers of the page. Pinned
     where the pool is on a GPU. Memory is not touched before it is written where it is not pinned.
 
+    On a GPU a load-back is a kernel that reads host memory, as layers must arrive in order. One
+    that writes there would hold up the forward's own memory traffic, so a backup gathers a few
+    pages at a time into objects on the device and has the copy engine take each; pages too small
+    for that go by the kernel. `staged_pages`: how many at a time, 0: none; by default by the
+    device and the page.
+
     Counters, cumulative: `num_bytes` and `seconds` by direction ("backup", "load_back") of copies
     that have ended, `wait_s` that forwards have waited for layers (on a GPU the wait is the
     stream's, and this stays 0).
     """
 
-    def __init__(self, pool: KVPool, num_pages: int, copier: Copier | None = None) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        num_pages: int,
+        copier: Copier | None = None,
+        *,
+        staged_pages: int | None = None,
+    ) -> None:
         if num_pages <= 0:
             raise ValueError(f"num_pages must be positive, got {num_pages}")
         self.num_pages = num_pages
@@ -56,22 +72,25 @@ class HostTier:
         self._lock = threading.Lock()  # of the two that follow
         self._running: list[_Running] = []
         self._acknowledged: list[int] = []  # for the next poll
-        # Of each buffer: the pool's pages [layers, row pages, elements of a page in a layer], and
-        # the same of the host objects [layers, host row pages, elements].
-        self._device: list[torch.Tensor] = []
-        self._host: list[torch.Tensor] = []
+        self._steps = _in_steps(pool.geometry.num_layers)
+        self._step_of = [i for i, layers in enumerate(self._steps) for _ in layers]
+        # Of each buffer, the pool's pages: [layers, row pages, elements of a page in a layer].
         buffers = pool.buffers()
-        for buffer in buffers:
-            self._device.append(buffer.view(len(buffer), pool.num_pages + 1, -1))
-        sizes = [len(pages) * pages.shape[2] for pages in self._device]
+        self._device = [buffer.view(len(buffer), pool.num_pages + 1, -1) for buffer in buffers]
+        num_elements = sum(len(pages) * pages.shape[2] for pages in self._device)
+        is_cuda = pool.device.type == "cuda"
         self._objects = torch.empty(
-            (num_pages + 1, sum(sizes)),
-            dtype=buffers[0].dtype,
-            pin_memory=pool.device.type == "cuda",
+            (num_pages + 1, num_elements), dtype=buffers[0].dtype, pin_memory=is_cuda
         )
-        for part, pages in zip(torch.split(self._objects, sizes, dim=1), self._device, strict=True):
-            by_layer = part.view(num_pages + 1, len(pages), pages.shape[2])
-            self._host.append(by_layer.transpose(0, 1))
+        self._host = self._by_layer(self._objects)
+        if staged_pages is None:
+            is_staged = is_cuda and self.page_bytes >= _STAGED_PAGE_BYTES
+            staged_pages = max(1, _STAGING_BYTES // self.page_bytes) if is_staged else 0
+        self._staging = torch.empty(
+            (staged_pages, num_elements), dtype=buffers[0].dtype, device=pool.device
+        )
+        self._staged = self._by_layer(self._staging)
+        self._staged_rows = torch.arange(staged_pages, device=pool.device)
 
     @property
     def page_bytes(self) -> int:
@@ -91,16 +110,18 @@ class HostTier:
             with self._lock:
                 self._acknowledged.append(item.id)
             return None
+        places = host_rows.tolist()
         device_rows, host_rows = self._on_device(device_rows), self._on_device(host_rows)
         if isinstance(item, LoadBack):
-            steps = [
-                partial(self._load_layer, layer, device_rows, host_rows)
-                for layer in range(self._pool.geometry.num_layers)
+            steps: list[Step] = [
+                partial(self._load_layers, layers, device_rows, host_rows) for layers in self._steps
             ]
             copy = self._copier.start("in", steps)
         else:
-            out: list[Step] = [partial(self._back_up, device_rows, host_rows)]
-            copy = self._copier.start("out", out)
+            back_up = partial(self._back_up, device_rows, host_rows)
+            if len(self._staging):
+                back_up = partial(self._back_up_staged, device_rows, places)
+            copy = self._copier.start("out", [back_up])
         num_bytes = len(host_rows) * self.page_bytes
         with self._lock:
             self._running.append(_Running(item, copy, num_bytes, (device_rows, host_rows)))
@@ -112,7 +133,7 @@ class HostTier:
         begin = time.perf_counter()
         for running in self._running:
             if isinstance(running.item, LoadBack):
-                running.copy.wait_step(layer)
+                running.copy.wait_step(self._step_of[layer])
         self.wait_s += time.perf_counter() - begin
 
     def poll(self) -> list[int]:
@@ -166,10 +187,45 @@ class HostTier:
         for device, host in zip(self._device, self._host, strict=True):
             copy_pages(host, host_rows, device, device_rows)
 
-    def _load_layer(self, layer: int, device_rows: torch.Tensor, host_rows: torch.Tensor) -> None:
-        for buffer, place in self._pool.layer_buffers(layer):
-            one = slice(place, place + 1)
-            copy_pages(self._device[buffer][one], device_rows, self._host[buffer][one], host_rows)
+    def _back_up_staged(self, device_rows: torch.Tensor, places: list[int]) -> None:
+        num_staged = len(self._staging)
+        for begin in range(0, len(places), num_staged):
+            rows = device_rows[begin : begin + num_staged]
+            for device, staged in zip(self._device, self._staged, strict=True):
+                copy_pages(staged, self._staged_rows[: len(rows)], device, rows)
+            for staged_page, place in zip(self._staging, places[begin:], strict=False):
+                self._objects[place].copy_(staged_page, non_blocking=True)
+
+    def _load_layers(
+        self, layers: range, device_rows: torch.Tensor, host_rows: torch.Tensor
+    ) -> None:
+        places: dict[int, list[int]] = {}
+        for layer in layers:
+            for buffer, place in self._pool.layer_buffers(layer):
+                places.setdefault(buffer, []).append(place)
+        for buffer, found in places.items():  # layers that follow each other do so in each buffer
+            part = slice(found[0], found[-1] + 1)
+            copy_pages(self._device[buffer][part], device_rows, self._host[buffer][part], host_rows)
+
+    def _by_layer(self, objects: torch.Tensor) -> list[torch.Tensor]:
+        """Views of objects [pages, elements], for each buffer [layers, pages, elements]."""
+        sizes = [len(pages) * pages.shape[2] for pages in self._device]
+        parts = zip(torch.split(objects, sizes, dim=1), self._device, strict=True)
+        return [
+            part.view(len(objects), len(pages), pages.shape[2]).transpose(0, 1)
+            for part, pages in parts
+        ]
+
+
+def _in_steps(num_layers: int) -> list[range]:
+    """The layers that a load-back brings at a time. The first alone, as the forward waits for it;
+    then more, as each step costs its launches and the forward is layers behind."""
+    steps: list[range] = []
+    begin, num = 0, 1
+    while begin < num_layers:
+        steps.append(range(begin, min(begin + num, num_layers)))
+        begin, num = steps[-1].stop, min(num + (len(steps) > 1), 4)
+    return steps
 
 
 def _check_rows(which: str, rows: torch.Tensor, num_pages: int) -> None:

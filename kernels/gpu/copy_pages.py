@@ -26,11 +26,12 @@ class Shape:
     num_warps: int
 
 
-SHAPE = Shape(num_programs=8, block_bytes=65536, num_warps=32)
+SHAPE = Shape(num_programs=8, block_bytes=32768, num_warps=8)
+_ON_DEVICE = Shape(num_programs=528, block_bytes=32768, num_warps=8)
 
 
 @triton.jit
-def _copy(  # type: ignore[no-untyped-def]
+def _copy(
     target, source, target_pages, source_pages,
     target_layer, source_layer, target_page, source_page,  # strides, in words
     num_words,  # of a page in one layer
@@ -57,9 +58,11 @@ def copy_pages(
     target_pages: torch.Tensor,
     source: torch.Tensor,
     source_pages: torch.Tensor,
-    shape: Shape = SHAPE,
+    shape: Shape | None = None,  # None: by where the two are
 ) -> None:
     """As kernels.copy_pages.copy_pages, for CUDA."""
+    if shape is None:
+        shape = _ON_DEVICE if target.is_cuda and source.is_cuda else SHAPE
     target, source = _as_words(target, source)
     num_layers, num_words = len(target), target.shape[2]
     block = shape.block_bytes // target.itemsize

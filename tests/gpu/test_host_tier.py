@@ -61,6 +61,35 @@ def test_pages_come_back_as_they_were(geometry: str) -> None:
     tier.close()
 
 
+def test_large_pages_go_by_the_copy_engine_and_come_back_as_they_were() -> None:
+    """Staged, more of them than one staging holds, while work that writes them is still queued."""
+    geometry = KVGeometry(num_layers=19, latent_dim=576, index_dim=128, index_layers=(0, 3, 18))
+    pool = KVPool.create(geometry, 64, 60, torch.bfloat16, "cuda")
+    tier = HostTier(pool, 60)
+    assert tier.page_bytes > 2**20
+    num_staged = len(tier._staging)
+    assert 1 < num_staged < 60
+    source, places = list(range(60, 0, -1)), list(range(1, 61))
+    busy()
+    for buffer in pool.buffers():
+        buffer.normal_()
+    tier.start(Backup(id=1, device_pages=source, host_pages=places))
+    before = [buffer.clone() for buffer in pool.buffers()]
+    busy()
+    torch.cuda.synchronize()
+    assert tier.poll() == [1]
+    for buffer in pool.buffers():
+        buffer.fill_(torch.nan)
+    tier.start(LoadBack(id=2, host_pages=places, device_pages=source))
+    for layer in range(geometry.num_layers):
+        tier.wait_layer(layer)
+        assert torch.equal(pool._latent[layer, 64:], before[0][layer, 64:])
+    assert torch.equal(pool.buffers()[1][:, 64:], before[1][:, 64:])
+    torch.cuda.synchronize()
+    assert tier.poll() == [2]
+    tier.close()
+
+
 def test_a_copy_is_polled_and_never_waited_for() -> None:
     pool = KVPool.create(GEOMETRIES["real"], PAGE, 4, torch.bfloat16, "cuda")
     tier = HostTier(pool, 4)
@@ -80,7 +109,7 @@ def test_the_named_pages_and_no_others(
     dtype: torch.dtype, has_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on the CPU, with the kernel and without; page sizes that fit no power of two."""
-    monkeypatch.setattr("kernels.copy_pages._HAS_TRITON", has_triton)
+    monkeypatch.setattr("kernels.copy_pages.gpu_kernels", lambda *tensors: has_triton)
     for elements in (100, 73, 36864, 36865):
         drawn = torch.randint(0, 120, (3, 9, elements)).to(dtype)
         host = torch.empty_like(drawn, pin_memory=True).copy_(drawn)

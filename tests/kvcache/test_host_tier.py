@@ -23,10 +23,14 @@ def manual(pool: KVPool, num_pages: int) -> tuple[HostTier, ManualCopier]:
     return HostTier(pool, num_pages, copier), copier
 
 
+@pytest.mark.parametrize("staged_pages", [0, 1, 2, 5])
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
-def test_pages_come_back_as_they_were_and_no_other_changes(geometry: KVGeometry) -> None:
+def test_pages_come_back_as_they_were_and_no_other_changes(
+    geometry: KVGeometry, staged_pages: int
+) -> None:
     pool = random_pool(geometry, 6, seed=1)
-    tier, copier = manual(pool, 9)
+    copier = ManualCopier()
+    tier = HostTier(pool, 9, copier, staged_pages=staged_pages)
     before = contents(pool)
     tier.start(Backup(id=1, device_pages=[2, 5, 3], host_pages=[9, 1, 4]))
     copier.close()
@@ -74,6 +78,32 @@ def test_waiting_for_a_layer_brings_its_latent_rows_and_its_index_keys_and_no_mo
             if other in slots:
                 slot = slots[other]
                 assert torch.equal(index_keys[slot, rows], want[1][slot, source]) == is_there
+    assert sorted(tier.poll()) == [1, 2]
+
+
+def test_of_many_layers_the_first_comes_alone_and_none_is_read_too_early() -> None:
+    num_layers, indexers = 23, (0, 1, 5, 6, 7, 20, 22)
+    geometry = KVGeometry(num_layers=num_layers, latent_dim=3, index_dim=2, index_layers=indexers)
+    pool = random_pool(geometry, 4, seed=1)
+    tier, copier = manual(pool, 4)
+    tier.start(Backup(id=1, device_pages=[3], host_pages=[2]))
+    copier.close()
+    want = [buffer.clone() for buffer in pool.buffers()]
+    latent, index_keys = pool.buffers()
+    for buffer in (latent, index_keys):
+        buffer.fill_(torch.nan)
+    tier.start(LoadBack(id=2, host_pages=[2], device_pages=[1]))
+    source, rows = slice(3 * PAGE, 4 * PAGE), slice(PAGE, 2 * PAGE)
+    arrived = []
+    for layer in range(num_layers):
+        tier.wait_layer(layer)
+        assert torch.equal(latent[layer, rows], want[0][layer, source])
+        if layer in indexers:
+            slot = indexers.index(layer)
+            assert torch.equal(index_keys[slot, rows], want[1][slot, source])
+        arrived.append(int((~latent[:, rows].isnan()).all(dim=(1, 2)).sum()))
+    assert arrived[0] == 1
+    assert all(have <= layer + 4 for layer, have in enumerate(arrived))
     assert sorted(tier.poll()) == [1, 2]
 
 

@@ -295,8 +295,8 @@ class Unchecked(HostTier):
         device = torch.tensor(item.device_pages)[record.owned_positions]
         rows = layout.row_page(device), record.host_indices
         if len(device) and isinstance(item, LoadBack):
-            for layer in range(self._pool.geometry.num_layers):
-                self._load_layer(layer, *rows)
+            for layers in self._steps:
+                self._load_layers(layers, *rows)
         elif len(device):
             self._back_up(*rows)
         self._acknowledged.append(item.id)
