@@ -2,13 +2,13 @@
 
     python -m benchmarks.host_tier_ttft [--cp 1 2] [--crowd 64] [--json FILE]
 
-A small random DeepSeek-V3.2 model, a colocated worker of N ranks, KV for 64 pages in all, prompts
-computed 128 tokens a step; once without a host tier and once with one of 128 pages.
+A small random DeepSeek-V3.2 model, a colocated worker of N ranks, KV for 28 pages in all, prompts
+computed 128 tokens a step; once without a host tier and once with one of 56 pages.
 
-- alone: four prompts of 24 pages, one at a time, then again, when the pool has long forgotten the
-  first of them. Cold, from host memory, and once more at once, from the device.
-- crowd: 128 requests, 64 at a time, with the prefixes of 32 documents of 8 pages: more than both
-  tiers hold. Prefills in chunks and decodes share the batches, both tiers evict.
+- alone: three prompts of 16 pages, one at a time, then again, when the pool has forgotten them.
+  Cold, from host memory, and once more at once, from the device.
+- crowd: 64 requests at once with the prefixes of 25 documents of 3 pages, three of each: more than
+  both tiers hold. Prefills in chunks and decodes share the batches, both tiers evict.
 
 The gate comes first: every answer of the server with a host tier equals that of the one without.
 Prints tables; exits with 1 where an answer differs or a hit is not reported.
@@ -37,9 +37,9 @@ from tests.served import Served, serving
 from tests.tiny import save_dsa_chat
 
 PAGE = 64
-POOL_PAGES = 64
-NUM_PROMPTS, PROMPT_PAGES = 4, 24
-NUM_DOCUMENTS, DOCUMENT_PAGES = 32, 8
+POOL_PAGES = 28
+NUM_PROMPTS, PROMPT_PAGES = 3, 16
+NUM_DOCUMENTS, DOCUMENT_PAGES = 25, 3
 VOCABULARY = range(300, 20_000)
 console = Console(width=130, highlight=False)
 
@@ -100,7 +100,7 @@ async def crowd(http: httpx.AsyncClient, num: int, at_once: int) -> list[Told]:
         document = documents[number % NUM_DOCUMENTS]
         own = tokens(rng.choice([3, 40, 90]), f"own {number}")
         async with room:
-            return await ask(http, document + own, rng.choice([4, 12, 24]))
+            return await ask(http, document + own, rng.choice([2, 6, 12]))
 
     return list(await asyncio.gather(*(one(number) for number in range(num))))
 
@@ -108,7 +108,7 @@ async def crowd(http: httpx.AsyncClient, num: int, at_once: int) -> list[Told]:
 async def both(served: Served, at_once: int) -> tuple[dict[str, list[Told]], list[Told]]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=served.url, timeout=1800, limits=limits) as http:
-        return await alone(http), await crowd(http, 2 * at_once, at_once)
+        return await alone(http), await crowd(http, at_once, at_once)
 
 
 def measure(model: Path, cp: int, at_once: int, has_tier: bool) -> dict[str, Any]:
