@@ -26,7 +26,7 @@ class Shape:
     num_warps: int
 
 
-SHAPE = Shape(num_programs=8, block_bytes=32768, num_warps=8)
+SHAPE = Shape(num_programs=8, block_bytes=65536, num_warps=32)
 _ON_DEVICE = Shape(num_programs=528, block_bytes=32768, num_warps=8)
 
 
