@@ -82,8 +82,7 @@ class PrefixCache:
     thread-safe. `events`, where there is one, learns of every page that is cached or dropped.
     `clock` counts whole seconds, for pins.
 
-    `counts`, cumulative: `pins_made`, `pins_refused`, `pins_expired`, `pins_dropped`; with a host
-    tier more: see TieredCache."""
+    `counts`, cumulative: those of Pins, and with a host tier more: see TieredCache."""
 
     def __init__(
         self,
@@ -97,8 +96,8 @@ class PrefixCache:
         self._events = events
         self._is_cached = bytearray(allocator.total_pages + 1)  # by page: 1 where it is the tree's
         self._last_eviction = (0, 0)  # pages asked for, pages evicted
-        self._pins = Pins(clock)
         self.counts: Counter[str] = Counter()
+        self._pins = Pins(self._tree, clock, self.counts, self._hold, self._let_go)
 
     def _new_tree(self, events: EventLog | None) -> RadixTree:
         return RadixTree(self.page_size, self._allocator.num_lanes, events)
@@ -170,26 +169,11 @@ class PrefixCache:
         """Keep the path to `node`, which the caller has locked, in the cache for `num_s` seconds
         from now. A longer time wins over one that it was pinned for before. False, and it is not
         pinned, where pins would keep more than half of the pages."""
-        if node is self._tree.root or self._pins.extend(node, num_s):
-            return True
-        self._expire_pins()
-        num_pages = self._tree.num_pinned_pages + self._tree.num_unpinned_pages(node)
-        if num_pages > self._most_pinned_pages:
-            self.counts["pins_refused"] += 1
-            return False
-        self._tree.pin(node)
-        self._hold(node)
-        self._pins.add(node, num_s)
-        self.counts["pins_made"] += 1
-        return True
+        return node is self._tree.root or self._pins.pin(node, num_s, self._most_pinned_pages)
 
     def drop_pins(self) -> bool:
         """Forget all pins: without that something could never run. False where there is none."""
-        nodes = self._pins.take_all()
-        for node in nodes:
-            self._unpin(node)
-        self.counts["pins_dropped"] += len(nodes)
-        return bool(nodes)
+        return self._pins.drop()
 
     def insert(
         self, token_ids: Sequence[int], pages: Sequence[int], after: Node | None = None
@@ -261,7 +245,7 @@ class PrefixCache:
 
     def evict(self, num_pages: int) -> int:
         """Free up to `num_pages` pages, least recently used first; how many it was."""
-        self._expire_pins()
+        self._pins.expire()
         num_evicted = 0
         while num_evicted < num_pages and (leaf := self._tree.oldest_leaf()) is not None:
             num_evicted += self._drop(leaf, min(num_pages - num_evicted, len(leaf.pages)))
@@ -362,25 +346,14 @@ class PrefixCache:
         return self.total_pages // PINNED_SHARE
 
     def _hold(self, node: Node) -> None:
-        """What a pin does to a node; `_let_go` undoes it."""
+        """What a pin does beside being counted."""
         self.lock(node)
 
     def _let_go(self, node: Node) -> None:
         self.unlock(node)
 
-    def _unpin(self, node: Node) -> None:
-        self._let_go(node)
-        self._tree.unpin(node)
-
-    def _expire_pins(self) -> None:
-        """Before anything looks for what can be evicted."""
-        expired = self._pins.take_expired()
-        for node in expired:
-            self._unpin(node)
-        self.counts["pins_expired"] += len(expired)
-
     def _obtainable_by_lane(self) -> list[int]:
-        self._expire_pins()
+        self._pins.expire()
         available = self._allocator.available_by_lane()
         return [a + b for a, b in zip(available, self._tree.evictable, strict=True)]
 

@@ -138,10 +138,6 @@ class RadixTree:
             self._add_evictable(step, 1)
             self._offer(step)
 
-    def num_unpinned_pages(self, node: Node) -> int:
-        """Pages that pinning `node` would newly pin."""
-        return sum(len(step.keys) for step in self.path(node) if not step.pins)
-
     def oldest_leaf(self) -> Node | None:
         """The leaf that was used least recently and is not kept; None where there is none."""
         return self._leaves.oldest()

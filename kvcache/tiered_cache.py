@@ -340,7 +340,7 @@ class TieredCache(PrefixCache):
         """Host pages in the lanes of `device_pages`. Where a lane is short, host-only leaves go,
         oldest first, until it has the pages it needs; None, and nothing has changed, where that
         would not be enough."""
-        self._expire_pins()
+        self._pins.expire()
         num_lanes = self._host.num_lanes
         pairs = zip(
             count_lanes(device_pages, num_lanes), self._host.available_by_lane(), strict=True
