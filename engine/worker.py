@@ -239,6 +239,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     vitals = Vitals(config.role)
     health: HealthServer | None = None
+    is_to_end = _end_where_it_loads()
     try:
         if config.health_address is not None:  # answers while the model is loaded
             health = HealthServer(config.health_address, vitals)
@@ -266,11 +267,28 @@ def main() -> int:
     signal.signal(signal.SIGTERM, on_term)
     if config.parent_pid is None:
         signal.signal(signal.SIGINT, on_term)
+    if is_to_end.is_set():
+        worker.drain()
     code = worker.run()
     if health is not None:
         health.close()
     tracer.close()
     return code
+
+
+def _end_where_it_loads() -> threading.Event:
+    """Have SIGTERM end this process with code 0 from here on. Set where it came and was lost in
+    a call-back that swallows exceptions."""
+    is_to_end = threading.Event()
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        is_to_end.set()
+        log.info("ends before it was ready")
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see server/roles.py
+    return is_to_end
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """`plait prefill` and `plait decode`: one worker of a cluster, in this process.
 
-Resolves the model and then becomes the worker; its end is the command's.
+Resolves the model and then becomes the worker; its end is the command's. As the first process of a
+container it ends only where it says how: the kernel ignores SIGTERM for it otherwise.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Literal
 
@@ -19,6 +21,7 @@ from server.topology import hash_salt
 def run_worker(config: ServeConfig, role: Literal["prefill", "decode"]) -> int:
     """Does not return where it works. Exit code 1 where the model cannot be had. Raises
     ConfigError."""
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(0))
     logs.configure(config.log_level)
     read_key(config)
     try:
@@ -37,4 +40,6 @@ def run_worker(config: ServeConfig, role: Literal["prefill", "decode"]) -> int:
     sys.stdout.flush()
     os.chdir(PACKAGE_ROOT)
     command = worker_command(told)
+    # Held back until the worker says what it means.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     os.execve(command[0], command, WORKER_ENVIRONMENT | os.environ)

@@ -1,4 +1,4 @@
-"""A running `plait serve`: the command as a user starts it, in a process of its own."""
+"""A running `plait` command, as a user starts it, in a process of its own; mostly `plait serve`."""
 
 from __future__ import annotations
 
@@ -38,17 +38,16 @@ class Metrics:
         return sum(float(sample[3]) for sample in found if label in (sample[2] or ""))
 
 
-class Served:
-    """`wait_for` reads the command's output, both streams together."""
+class Running:
+    """A command under way. `wait_for` reads its output, both streams together."""
 
-    def __init__(self, model: Path, *flags: str) -> None:
-        argv = ["--model", str(model), "--port", "0", "--dtype", "float32", "--device", "cpu"]
-        argv += ["--max-total-tokens", "8192"]
+    def __init__(self, *argv: str, new_group: bool = False) -> None:
         self.process = subprocess.Popen(
-            [*PLAIT, "serve", *argv, *flags],
+            [*PLAIT, *argv],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=new_group,
         )
         # One core, hence one thread: threads that wait for each other crawl on a busy machine.
         psutil.Process(self.process.pid).cpu_affinity(CORES[:1])
@@ -57,8 +56,6 @@ class Served:
         self._reader = threading.Thread(target=self._read, args=(self.process.stdout,))
         self._reader.start()
         self.seen: list[str] = []
-        self.model = model.name
-        self.url = ""
 
     def _read(self, stream: IO[str]) -> None:
         for line in stream:
@@ -72,24 +69,8 @@ class Served:
                 return match
         raise AssertionError(f"{pattern.pattern} was not printed:\n{''.join(self.seen)}")
 
-    def wait_ready(self) -> int:
-        """The worker's pid."""
-        pid = int(self.wait_for(READY)[1])
-        # The front end's threads do not wait for each other: they may have every core.
-        psutil.Process(self.process.pid).cpu_affinity(CORES)
-        self.url = self.wait_for(re.compile(r"ready after .*(http://\S+)"))[1]
-        return pid
-
-    def wait_replaced(self) -> int:
-        """The pid of the worker that came after the first one."""
-        return int(self.wait_for(READY)[1])
-
     def workers(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
-
-    def metrics(self) -> Metrics:
-        """As they are now, all at one moment."""
-        return Metrics(httpx.get(f"{self.url}/metrics", timeout=60).text)
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Asks again and again; the test's timeout bounds it."""
@@ -122,6 +103,41 @@ class Served:
         self._reader.join()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+class FrontEnd(Running):
+    """One that serves HTTP."""
+
+    url = ""
+
+    def wait_serving(self) -> None:
+        # The front end's threads do not wait for each other: they may have every core.
+        psutil.Process(self.process.pid).cpu_affinity(CORES)
+        self.url = self.wait_for(re.compile(r"ready after .*(http://\S+)"))[1]
+
+    def metrics(self) -> Metrics:
+        """As they are now, all at one moment."""
+        return Metrics(httpx.get(f"{self.url}/metrics", timeout=60).text)
+
+
+class Served(FrontEnd):
+    """`plait serve`."""
+
+    def __init__(self, model: Path, *flags: str) -> None:
+        argv = ["--model", str(model), "--port", "0", "--dtype", "float32", "--device", "cpu"]
+        argv += ["--max-total-tokens", "8192"]
+        super().__init__("serve", *argv, *flags)
+        self.model = model.name
+
+    def wait_ready(self) -> int:
+        """The worker's pid."""
+        pid = int(self.wait_for(READY)[1])
+        self.wait_serving()
+        return pid
+
+    def wait_replaced(self) -> int:
+        """The pid of the worker that came after the first one."""
+        return int(self.wait_for(READY)[1])
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tests.served import Served
+from tests.served import FrontEnd, Served
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -92,7 +92,7 @@ def ask_of(question: str, is_chat: bool, with_preamble: bool, body: dict[str, An
     return Ask(CHAT, {"messages": messages, **body})
 
 
-def client_of(served: Served) -> httpx.AsyncClient:
+def client_of(served: FrontEnd) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
     return httpx.AsyncClient(base_url=served.url, timeout=300, limits=limits, trust_env=False)
 
@@ -142,7 +142,7 @@ def _fold(answer: Answer, value: Any) -> None:
             choice.finish_reason = part["finish_reason"]
 
 
-async def tell_one_at_a_time(served: Served, asks: Sequence[Ask]) -> list[Answer]:
+async def tell_one_at_a_time(served: FrontEnd, asks: Sequence[Ask]) -> list[Answer]:
     async with client_of(served) as http:
         return [await tell(http, ask) for ask in asks]
 
