@@ -1,6 +1,7 @@
 # make serve [ARGS="--port 9000"]   install, fetch the default model where needed, serve
 # make test  [ARGS="tests/server"]  install with the test tools, run pytest
 # make test-gpu                     on a machine with a CUDA device: the tests that need one
+# make test-browser                 the chat page in a real Chromium
 # make check                        format, lint, types, law of imports
 # make chart                       lint, render and check the Helm chart; package it into dist/
 # make image [ARGS="gpu --build-arg …"]  a container image, by docker, podman or buildah
@@ -11,7 +12,7 @@ ARGS ?=
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: help serve test test-gpu check chart bench image install install-dev
+.PHONY: help serve test test-gpu test-browser check chart bench image install install-dev
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -30,6 +31,10 @@ test: install-dev
 
 test-gpu: install-dev
 	@exec $(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu tests/kernels/gpu $(ARGS)
+
+test-browser: install-dev
+	@scripts/browser.sh .venv
+	@exec $(BIN)/python -m pytest -c tests/browser/pytest.ini tests/browser $(ARGS)
 
 check: install-dev
 	$(BIN)/ruff format --check .

@@ -24,9 +24,10 @@ from server.openai.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from server.playground import page
 from server.tokenizer import Tokenizer
 
-PUBLIC_PATHS = frozenset({"/", "/live", "/ready", "/health"})
+PUBLIC_PATHS = frozenset({"/live", "/ready", "/health"})
 
 _BODIES: dict[str, type[BaseModel]] = {
     chat.ROUTE: ChatCompletionRequest,
@@ -59,6 +60,9 @@ def create_app(config: ServeConfig, client: EngineClient, tokenizer: Tokenizer) 
     _describe_bodies(app)
     errors.install(app, count_error)
     public = PUBLIC_PATHS if config.metrics_need_key else PUBLIC_PATHS | {"/metrics"}
+    if config.playground:
+        page.add_routes(app)
+        public |= page.FILES.keys()
     # Each is put around those before it: the last one is the outermost.
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, count_error=count_error)
     app.add_middleware(KeyGuard, keys=config.api_keys(), public=public, count_error=count_error)

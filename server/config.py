@@ -178,6 +178,7 @@ class ServeConfig(BaseSettings):
     cors_allow_origins: Strings = _option(
         "network", (), "origins browsers may call from; repeat it or give a comma list; * is any"
     )
+    playground: bool = _option("network", True, "serve a chat page for browsers at /")
 
     colocated: bool = _option(
         "fleet", False, "one worker that prefills and decodes; needs no transfer engine"

@@ -190,7 +190,10 @@ class _Launch:
         await client.can_serve()
         url = url_of(self._listener)
         print(f"\nready after {time.monotonic() - self._started_s:.1f} s: {url}\n")
-        print(f"{curl_line(self._config, url)}\n", flush=True)
+        print(f"{curl_line(self._config, url)}\n")
+        if self._config.playground:
+            print(f"or in a browser: {url}/\n")
+        sys.stdout.flush()
 
     async def _drain(self, client: EngineClient, http: HttpServer) -> None:
         """Have load balancers send requests elsewhere, then refuse what still comes and let what

@@ -27,7 +27,7 @@ if importlib.util.find_spec("triton") is not None:
 
         triton.knobs.runtime.interpret = True
 
-collect_ignore = ["gpu"]  # make test-gpu
+collect_ignore = ["browser", "gpu"]  # make test-browser, make test-gpu
 
 
 @pytest.fixture(autouse=True)
