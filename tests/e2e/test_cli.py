@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,16 @@ def test_a_bad_option_is_a_message_and_code_2(argv: list[str], message: str) -> 
     done = run(*argv)
     assert done.returncode == 2
     assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_worker_without_its_probes_does_not_start(tiny_model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        listen = ["--listen", f"ipc://{tmp_path}/w", "--health-address", address]
+        done = run("decode", "--model", str(tiny_model), "--device", "cpu", *listen)
+    assert done.returncode == 2
+    assert f"--health-address {address}: " in done.stderr
     assert "Traceback" not in done.stderr
 
 

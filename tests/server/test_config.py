@@ -237,6 +237,31 @@ def test_the_worker_is_told_what_concerns_it() -> None:
     assert "hunter2" not in repr(told)
 
 
+def test_a_worker_of_a_cluster_has_probes_of_its_own_and_a_local_fleets_has_none() -> None:
+    """Local workers would all ask for the same port."""
+
+    def told(parent_pid: int | None) -> str | None:
+        options = config.load({"health_address": "10.0.0.7:7001"})
+        return options.worker_config(
+            "decode",
+            0,
+            model_path=Path("/m"),
+            listen_address="",
+            cp_size=1,
+            parent_pid=parent_pid,
+        ).health_address
+
+    assert told(None) == "10.0.0.7:7001"
+    assert told(1) is None
+
+
+@pytest.mark.parametrize("address", ["7001", "host:", "host:port", "http://host:7001", "::1:7001"])
+def test_a_health_address_is_host_and_port(address: str) -> None:
+    with pytest.raises(config.ConfigError, match=r"health-address .*: expected HOST:PORT"):
+        config.load({"health_address": address})
+    assert config.load({"health_address": "[::1]:7001"}).health_address == "[::1]:7001"
+
+
 def test_help_shows_every_option_in_a_group_with_its_default(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
