@@ -21,11 +21,13 @@ from engine.messages import HostReport, Setup
 from engine.model.base import Model
 from engine.model.config import load_config
 from engine.model.registry import ARCHITECTURES, load_model, resolve_dtype
+from engine.page_tables import PageTables
 from engine.parallel.group import Group
 from engine.parallel.mesh import Mesh
 from engine.rules import check_rules
 from engine.runner import Runner
 from engine.scheduler.scheduler import Scheduler
+from engine.staging import Staging
 from kernels.cpu import threads
 from kernels.linear import warm_up
 from kvcache import cgroup
@@ -134,14 +136,17 @@ def build_rank(
     else:
         block_tokens = config.cp_stream_block_tokens or _BLOCK_TOKENS[device.type]
         attention = GroupAttention(pool, mesh, min(block_tokens, setup.context_length))
+    max_pages = -(-setup.context_length // setup.page_size)
+    tables = PageTables(config.max_running_requests, max_pages, device)
+    staging = Staging(device)
     runner = Runner(
         model,
         attention.begin,
         mesh,
         config.cp_mode,
+        tables=tables,
+        staging=staging,
         page_size=setup.page_size,
-        max_running=config.max_running_requests,
-        max_pages=-(-setup.context_length // setup.page_size),
     )
     transfer = _start_transfer(config, pool)
     pusher = None

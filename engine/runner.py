@@ -1,20 +1,24 @@
-"""A rank's hands: executes a step plan and reports. Owns the page tables and sampling states that
-plans fill; decides nothing."""
+"""A rank's hands: executes a step plan and reports. Owns the sampling states that plans fill; decides
+nothing."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from engine.attention.base import Attention
-from engine.batch import ForwardBatch
+from engine.batch import BatchArrays, ForwardBatch
+from engine.decode_graphs import DecodeGraphs
 from engine.model.base import Model
+from engine.page_tables import PageTables
 from engine.parallel.mesh import Mesh
 from engine.parallel.share import Share
 from engine.plan import Extend, Sampled, StepPlan, StepResult
 from engine.sampler import LogprobRequest, SamplingState, sample, score
+from engine.staging import Staging
 from engine.types import TokenLogprob
 
 _SCORE_ROWS = 64  # logits rows held at once for prompt log-probabilities
@@ -30,82 +34,67 @@ class Runner:
         mesh: Mesh,
         deal_mode: str,
         *,
+        tables: PageTables,
+        staging: Staging,
         page_size: int,
-        max_running: int,
-        max_pages: int,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._begin_attention = begin_attention
         self._mesh = mesh
         self._deal_mode = deal_mode
-        self._device = device = mesh.device
+        self._tables = tables
+        self._staging = staging
         self._page_size = page_size
-        self._page_table = torch.zeros(max_running, max_pages, dtype=torch.int64, device=device)
+        self._graphs = graphs
         self._states: dict[int, SamplingState] = {}
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises what the forward raises; the state stays usable then."""
         t0 = time.perf_counter()
-        batch = self._prepare(plan)
+        arrays = self._prepare(plan)
         t1 = time.perf_counter()
-        share = Share(batch, self._mesh, self._deal_mode)
-        attention = self._begin_attention(batch, share)
-        hidden = self._model.forward(share.token_ids, share.positions, attention)
-        rows = share.pick(hidden, wanted) if (wanted := _wanted_tokens(plan.extends)) else hidden
+        rows = self._forward(plan.extends, arrays)
         t2 = time.perf_counter()
         sampled = self._sample(plan.extends, rows) if self._mesh.rank == 0 else []
         t3 = time.perf_counter()
         seconds = {"prepare": t1 - t0, "forward": t2 - t1, "sample": t3 - t2}
         return StepResult(step=plan.step, sampled=sampled, seconds=seconds)
 
-    def _prepare(self, plan: StepPlan) -> ForwardBatch:
+    def _prepare(self, plan: StepPlan) -> BatchArrays:
         for req_index in plan.finished:
             self._states.pop(req_index, None)
-        for start in plan.starts:
-            self._page_table[start.req_index] = 0
-            if self._mesh.rank != 0:
-                continue
-            self._states[start.req_index] = SamplingState.new(
-                start.sampling,
-                start.prompt_ids,
-                start.output_ids,
-                self._model.vocab_size,
-                self._device,
-            )
-        token_ids: list[int] = []
-        positions: list[int] = []
-        owners: list[int] = []
-        for b, extend in enumerate(plan.extends):
-            num_tokens = len(extend.token_ids)
-            token_ids += extend.token_ids
-            positions += range(extend.start, extend.start + num_tokens)
-            owners += [b] * num_tokens
-            if extend.pages:
-                row = self._page_table[extend.req_index]
-                pages = torch.tensor(extend.pages, device=self._device)
-                row[extend.page_start : extend.page_start + len(extend.pages)] = pages
-        return self._build_batch(plan.extends, token_ids, positions, owners)
+        if self._mesh.rank == 0:
+            for start in plan.starts:
+                self._states[start.req_index] = SamplingState.new(
+                    start.sampling,
+                    start.prompt_ids,
+                    start.output_ids,
+                    self._model.vocab_size,
+                    self._mesh.device,
+                )
+        self._tables.update(plan, self._staging)
+        return BatchArrays.of(plan.extends, self._tables, self._page_size)
 
-    def _build_batch(
-        self, extends: list[Extend], token_ids: list[int], positions: list[int], owners: list[int]
-    ) -> ForwardBatch:
-        longest = max(e.start + len(e.token_ids) for e in extends)
-        num_pages = -(-longest // self._page_size)
-        indices = torch.tensor([e.req_index for e in extends], device=self._device)
-        page_table = self._page_table[indices, :num_pages]
-        # [3, T] in one copy to the device
-        host = torch.tensor([token_ids, positions, owners], dtype=torch.int64)
-        tokens, where, owner = host.to(self._device, non_blocking=True)
-        pages = page_table[owner, where // self._page_size]
-        return ForwardBatch(
-            token_ids=tokens,
-            positions=where,
-            out_loc=pages * self._page_size + where % self._page_size,
-            page_table=page_table,
-            starts=tuple(e.start for e in extends),
-            lengths=tuple(len(e.token_ids) for e in extends),
-        )
+    def _forward(self, extends: list[Extend], arrays: BatchArrays) -> torch.Tensor:
+        """Hidden states of the wanted tokens, in their order."""
+        wanted = _wanted_tokens(extends)
+        if self._graphs is not None and self._graphs.takes(arrays):
+            return self._pick(self._graphs.run(arrays), wanted)
+        batch = arrays.send(self._tables, self._staging, self._page_size)
+        share = Share(batch, self._mesh, self._deal_mode)
+        attention = self._begin_attention(batch, share)
+        hidden = self._model.forward(share.token_ids, share.positions, attention)
+        if self._mesh.size > 1:
+            return share.pick(hidden, wanted) if wanted else hidden
+        return self._pick(hidden, wanted)
+
+    def _pick(self, hidden: torch.Tensor, wanted: list[int]) -> torch.Tensor:
+        if wanted == list(range(len(wanted))):
+            return hidden[: len(wanted)]
+        (tokens,) = self._staging.send(np.array(wanted, dtype=np.int64))
+        return hidden[tokens]
 
     def _sample(self, extends: list[Extend], rows: torch.Tensor) -> list[Sampled]:
         """`rows` [S, hidden_size]: hidden states of the wanted tokens, in their order."""

@@ -208,6 +208,10 @@ class KVPool:
         """Row of each loc, same shape. Meaningful for locs that this rank owns."""
         return self._layout.row(locs)
 
+    def row_pages(self, pages: torch.Tensor) -> torch.Tensor:
+        """Row page of each logical page, same shape and dtype: as for `rows`."""
+        return pages if self._layout.cp_size == 1 else self._layout.row_page(pages)
+
     def destination(self, locs: torch.Tensor) -> Destination:
         """Where tokens with these locs [T] are written: the owned ones only. One rank owns all, and
         padding (the dummy page) goes to row page 0."""

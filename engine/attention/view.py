@@ -56,7 +56,7 @@ def view_batch(batch: ForwardBatch, pool: KVPool) -> BatchView:
             f"a context of {max(contexts)} tokens needs {num_pages} pages of {pool.page_size}, "
             f"the page table has {batch.page_table.shape[1]}"
         )
-    pages = batch.page_table[:, :num_pages]
+    pages = batch.page_table[:, :num_pages].long()
     inside = torch.arange(pool.page_size, device=pages.device)
     locs = (pages.unsqueeze(-1) * pool.page_size + inside).flatten(1)  # [B, num_pages · page_size]
     rows = pool.rows(locs)

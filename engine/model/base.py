@@ -14,6 +14,7 @@ class Model(Protocol):
     geometry: KVGeometry
     vocab_size: int
     context_length: int  # max_position_embeddings
+    index_topk: int  # tokens that a query's attention reads at most; 0: all
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: Attention

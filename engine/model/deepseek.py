@@ -59,6 +59,7 @@ class DeepseekModel:
         self.vocab_size = int(config.vocab_size)
         self.context_length = int(config.context_length)
         indexers = index_layers(config)
+        self.index_topk = int(config.index_topk) if indexers else 0
         self.geometry = KVGeometry(
             num_layers=config.num_hidden_layers,
             latent_dim=config.kv_lora_rank + config.qk_rope_head_dim,

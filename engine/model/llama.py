@@ -124,6 +124,7 @@ class LlamaModel:
         shape = Shape.from_config(config)
         self.context_length = int(config.context_length)
         self.vocab_size = int(config.vocab_size)
+        self.index_topk = 0
         self.geometry = KVGeometry(
             num_layers=config.num_hidden_layers,
             num_kv_heads=shape.num_kv_heads,

@@ -1,4 +1,5 @@
-"""The attention port over a scattered, poisoned pool, against a dense computation per request."""
+"""The attention port over a scattered, poisoned pool, against a dense computation per request:
+PagedAttention by the size of its blocks, and TableAttention in the kernels' torch forms."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ import torch
 
 import engine.attention.running as running
 from engine.attention.paged import PagedAttention
+from engine.attention.tables import TableAttention
 from engine.batch import ForwardBatch
 from kvcache.layout import KVGeometry
 from kvcache.pool import KVPool
 
 PAGE = 4
+TABLES = 0  # for block_tokens: read through page tables instead
 LATENT, ROPE, NOPE, V_DIM, HEADS, INDEX_HEADS, INDEX_DIM = 12, 6, 5, 7, 3, 4, 8
 MLA = KVGeometry(num_layers=1, latent_dim=LATENT + ROPE, index_dim=INDEX_DIM, index_layers=(0,))
 GQA = KVGeometry(num_layers=1, num_kv_heads=2, head_dim=6)
@@ -40,7 +43,7 @@ def make(geometry: KVGeometry, work: list[tuple[int, int]], scattered: bool = Tr
     pages = torch.arange(1, sum(counts) + 1)
     if scattered:
         pages = pages[torch.randperm(len(pages))]
-    table = torch.zeros((len(work), max(counts) + 2), dtype=torch.int64)
+    table = torch.zeros((len(work), max(counts) + 2), dtype=torch.int32)
     for row, own in zip(table, pages.split(counts), strict=True):
         row[: len(own)] = own
     positions = [torch.arange(cached, cached + new) for cached, new in work]
@@ -57,6 +60,10 @@ def make(geometry: KVGeometry, work: list[tuple[int, int]], scattered: bool = Tr
     for buffer in pool.buffers():
         buffer.fill_(torch.nan)
     return Case(batch, pool, contexts)
+
+
+def attention_of(pool: KVPool, block_tokens: int) -> PagedAttention | TableAttention:
+    return TableAttention(pool) if block_tokens == TABLES else PagedAttention(pool, block_tokens)
 
 
 def locs_of(case: Case, request: int, begin: int, end: int) -> torch.Tensor:
@@ -106,7 +113,7 @@ class MlaData:
         return torch.cat([x[s:] for x, s in zip(full, self.case.batch.starts, strict=True)])
 
     def run(self, block_tokens: int, topk: int | None) -> torch.Tensor:
-        attention = PagedAttention(self.case.pool, block_tokens).begin(self.case.batch)
+        attention = attention_of(self.case.pool, block_tokens).begin(self.case.batch)
         attention.store_index_key(0, self.new(self.index_keys))
         selection = None
         if topk is not None and attention.needs_selection(topk):
@@ -143,7 +150,7 @@ class MlaData:
 @pytest.mark.parametrize("work", [MIXED, DECODES, [(0, 33)]], ids=["mixed", "decodes", "prefill"])
 @pytest.mark.parametrize("topk", [None, 3, 8, 1000])
 @pytest.mark.parametrize("nope", [NOPE, 0])
-@pytest.mark.parametrize("block_tokens", [8192, 5])
+@pytest.mark.parametrize("block_tokens", [8192, 5, TABLES])
 def test_mla(work: list[tuple[int, int]], topk: int | None, nope: int, block_tokens: int) -> None:
     torch.manual_seed(11)
     data = MlaData.random(work, nope)
@@ -177,21 +184,21 @@ def test_selection_breaks_ties_by_position() -> None:
     for b, start in enumerate(data.case.batch.starts):
         to = data.case.pool.destination(locs_of(data.case, b, 0, start))
         data.case.pool.store_index_key(0, to, data.index_keys[b][:start])
-    for block_tokens in (8192, 7):
+    for block_tokens in (8192, 7, TABLES):
         assert (data.run(block_tokens, 6) - data.expected(6)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("topk", [23, 22])
-def test_needs_selection_only_beyond_topk(topk: int) -> None:
-    attention = PagedAttention(make(MLA, [(21, 1), (0, 23)]).pool).begin(
-        make(MLA, [(21, 1), (0, 23)]).batch
-    )
+@pytest.mark.parametrize("block_tokens", [8192, TABLES])
+def test_needs_selection_only_beyond_topk(topk: int, block_tokens: int) -> None:
+    case = make(MLA, [(21, 1), (0, 23)])
+    attention = attention_of(case.pool, block_tokens).begin(case.batch)
     assert attention.needs_selection(topk) == (topk < 23)
 
 
 @pytest.mark.parametrize("work", [MIXED, DECODES, [(3, 17)]])
 @pytest.mark.parametrize("heads", [2, 6])
-@pytest.mark.parametrize("block_tokens", [8192, 5])
+@pytest.mark.parametrize("block_tokens", [8192, 5, TABLES])
 def test_gqa(work: list[tuple[int, int]], heads: int, block_tokens: int) -> None:
     torch.manual_seed(15)
     case = make(GQA, work)
@@ -203,7 +210,7 @@ def test_gqa(work: list[tuple[int, int]], heads: int, block_tokens: int) -> None
         case.pool.store_kv(0, to, keys[b][:start], values[b][:start])
     new_k = torch.cat([k[s:] for k, s in zip(keys, case.batch.starts, strict=True)])
     new_v = torch.cat([v[s:] for v, s in zip(values, case.batch.starts, strict=True)])
-    attention = PagedAttention(case.pool, block_tokens).begin(case.batch)
+    attention = attention_of(case.pool, block_tokens).begin(case.batch)
     found = case.split(attention.gqa(0, q, new_k, new_v, 0.4))
     for b, (own_q, start) in enumerate(zip(case.split(q), case.batch.starts, strict=True)):
         k, v = (x[b].double().repeat_interleave(heads // 2, 1) for x in (keys, values))
