@@ -11,7 +11,6 @@ from engine.model.base import Model
 from kvcache.host_size import read_host_memory
 
 _CPU_SHARE = 0.25  # of the memory that is available once the weights are loaded
-_CUDA_SHARE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,37 +40,42 @@ class CapacityError(ValueError):
 
 
 def plan_capacity(
-    config: WorkerConfig, model: Model, device: torch.device, bytes_per_token: int
+    config: WorkerConfig,
+    model: Model,
+    free_bytes: int,  # that one rank's KV pool may take
+    bytes_per_token: int,
+    chunk_size: int,
 ) -> Capacity:
     """Raises CapacityError naming the option, the value and what would be accepted."""
-    page_size = 64 if config.page_size is None else config.page_size
+    page_size = config.tokens_per_page
     num_shards = config.cp_size if config.shards_kv else 1
+    # More than every running request at full length can use is waste.
+    most = -(-model.context_length // page_size) * config.max_running_requests
+    num_pages = min(free_bytes // (bytes_per_token * page_size), -(-most // num_shards))
     if config.max_total_tokens is not None:
         num_pages = config.max_total_tokens // page_size
-    else:
-        # The ranks of a CPU group share one machine's memory; each GPU has its own.
-        num_sharing = config.cp_size if device.type == "cpu" else 1
-        num_pages = _free_bytes(device) // (bytes_per_token * page_size * num_sharing)
-        # More than every running request at full length can use is waste.
-        most = -(-model.context_length // page_size) * config.max_running_requests
-        num_pages = min(num_pages, -(-most // num_shards))
     if num_pages < 2:
         raise CapacityError(
             f"--max-total-tokens {config.max_total_tokens}: the KV pool would hold {num_pages} "
             f"pages of {page_size} tokens ({bytes_per_token} bytes a token); at least 2 are needed"
         )
-    chunk = config.chunked_prefill_size
     return Capacity(
         page_size=page_size,
         num_pages=num_pages,
         num_shards=num_shards,
         context_length=min(model.context_length, num_pages * num_shards * page_size),
-        chunk_size=chunk if chunk is not None else (8192 if device.type == "cuda" else 128),
+        chunk_size=chunk_size,
     )
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * _CUDA_SHARE)
-    return int(read_host_memory().available * _CPU_SHARE)  # the machine's, or what a cgroup leaves
+def free_host_bytes(config: WorkerConfig) -> int:
+    """For one rank's KV pool in the machine's memory, or what a cgroup leaves of it, which the
+    ranks of a group share."""
+    return int(read_host_memory().available * _CPU_SHARE) // config.cp_size
+
+
+def chunk_size_of(config: WorkerConfig, device: torch.device) -> int:
+    """Prompt tokens that a step computes, at most."""
+    if config.chunked_prefill_size is not None:
+        return config.chunked_prefill_size
+    return 8192 if device.type == "cuda" else 128

@@ -22,6 +22,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chunked_prefill_size: int | None = None  # prompt tokens a step computes; None: by device
     max_running_requests: int = 64
     context_length: int | None = None  # None: the model's
+    mem_fraction_static: float = 0.88  # of a GPU's memory: weights, KV pool and steps together
+    cuda_graphs: bool = True  # decode steps are recorded and replayed, on a GPU
     cp_size: int = 1  # ranks of the context-parallel group
     shared_kv: bool | None = None  # each rank holds a share of the KV; None: where cp_size > 1
     cp_mode: str = "in-seq-split"  # how tokens are dealt to the ranks
@@ -40,6 +42,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_level: str = "info"
     traces_url: str | None = None  # where spans go; None: nothing is traced
     parent_pid: int | None = None  # the process whose end is the worker's; None: nobody's
+
+    @property
+    def tokens_per_page(self) -> int:
+        return 64 if self.page_size is None else self.page_size
 
     @property
     def title(self) -> str:

@@ -54,6 +54,7 @@ class DecodeGraphs:
         self._staging = staging
         self._sizes = batch_sizes(max_running)
         self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._memory = torch.cuda.graph_pool_handle()  # one for all
         self._warm_up_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         # token ids, positions, out_locs and req_indices of a batch
         self._inputs = torch.zeros(
@@ -66,10 +67,9 @@ class DecodeGraphs:
         began = time.perf_counter()
         selects = (False, True) if self._model.index_topk else (False,)
         kinds = [(size, select) for size in reversed(self._sizes) for select in selects]
-        memory = torch.cuda.graph_pool_handle()
         with Progress(console=Console(stderr=True), transient=True) as progress:
             for size, select in progress.track(kinds, description="Recording decode steps"):
-                self._graphs[size, select] = self._record(size, select, memory)
+                self._graphs[size, select] = self._record(size, select)
         log.info(
             "recorded %d graphs of decode steps, of up to %d requests, in %.1f s",
             len(kinds),
@@ -92,14 +92,14 @@ class DecodeGraphs:
         recorded.graph.replay()
         return recorded.hidden[: len(arrays.lengths)]
 
-    def _record(self, size: int, selects: bool, memory: tuple[int, int]) -> _Graph:
+    def _record(self, size: int, selects: bool) -> _Graph:
         stream = self._warm_up_stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # what a first call compiles or loads is not recorded
             self._forward(size, selects)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             hidden = self._forward(size, selects)
         return _Graph(graph, hidden)
 
@@ -130,6 +130,6 @@ class DecodeGraphs:
 
 
 def batch_sizes(max_running: int) -> list[int]:
-    """1, 2, 4, 8, then every 8 up to 64, every 16 up to 256, every 64 beyond; ends at max_running."""
+    """1, 2, 4, 8, then every 8 up to 64, every 16 up to 256, every 64 from there; max_running."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_running, 64)]
     return [size for size in sizes if size < max_running] + [max_running]

@@ -10,9 +10,13 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from engine.attention.group import GroupAttention
+from engine.attention.local import local_attention
 from engine.attention.paged import PagedAttention
-from engine.capacity import Capacity, plan_capacity
+from engine.attention.tables import TableAttention
+from engine.capacity import Capacity, chunk_size_of, free_host_bytes, plan_capacity
 from engine.config import WorkerConfig
+from engine.decode_graphs import DecodeGraphs
+from engine.device_memory import check_pool_fits, check_weights_fit, free_device_bytes
 from engine.engine import Engine, Mailbox, Rank, destination_of
 from engine.handoff.pusher import Pusher
 from engine.handoff.room import RoomReport
@@ -21,6 +25,7 @@ from engine.messages import HostReport, Setup
 from engine.model.base import Model
 from engine.model.config import load_config
 from engine.model.registry import ARCHITECTURES, load_model, resolve_dtype
+from engine.model.weights import weight_bytes
 from engine.page_tables import PageTables
 from engine.parallel.group import Group
 from engine.parallel.mesh import Mesh
@@ -66,21 +71,25 @@ def load_engine(config: WorkerConfig) -> Engine:
     mailbox = Mailbox()
     group = Group(config, mailbox.put)
     try:
-        weights = load_weights(config, 0)
-        capacity = plan_capacity(config, weights.model, weights.device, weights.bytes_per_token)
-        setup = Setup(
-            store_file=group.store_file,
-            page_size=capacity.page_size,
-            num_pages=capacity.num_pages,
-            num_host_pages=_plan_host_pages(config, capacity, weights),
-            context_length=capacity.context_length,
-        )
-        group.setup(setup)
-        leader = build_rank(config, 0, weights, setup, mailbox.put)
-        group.wait_ready()
+        return build_engine(config, load_weights(config, 0), group, mailbox)
     except BaseException:
         group.kill()
         raise
+
+
+def build_engine(config: WorkerConfig, weights: Weights, group: Group, mailbox: Mailbox) -> Engine:
+    """Around a loaded model: sizes the KV pool, sets the other ranks up, makes the scheduler."""
+    capacity = _plan_capacity(config, weights)
+    setup = Setup(
+        store_file=group.store_file,
+        page_size=capacity.page_size,
+        num_pages=capacity.num_pages,
+        num_host_pages=_plan_host_pages(config, capacity, weights),
+        context_length=capacity.context_length,
+    )
+    group.setup(setup)
+    leader = build_rank(config, 0, weights, setup, mailbox.put)
+    group.wait_ready()
     _log_capacity(config, weights, capacity, setup.num_host_pages)
     events = EventLog(config.hash_salt.encode())
     return Engine(
@@ -96,9 +105,13 @@ def load_engine(config: WorkerConfig) -> Engine:
 
 
 def load_weights(config: WorkerConfig, rank: int) -> Weights:
-    """This rank's copy of the model."""
+    """This rank's copy of the model; on a GPU that one becomes this thread's. Raises CapacityError
+    where it does not fit there."""
     device = _resolve_device(config.device, rank)
     dtype = resolve_dtype(config.dtype, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        check_weights_fit(config, device, weight_bytes(config.model, dtype))
     if device.type == "cpu":
         threads.configure(max(1, cgroup.available_cpus() // config.cp_size))
         with threads.one_compiler():
@@ -106,6 +119,21 @@ def load_weights(config: WorkerConfig, rank: int) -> Weights:
     model = load_model(config.model, device, dtype, config.context_length)
     # Activations and KV rows are float32 on a CPU, whatever the weights are (docs/adr/0003).
     return Weights(model, device, torch.float32 if device.type == "cpu" else dtype)
+
+
+def _plan_capacity(config: WorkerConfig, weights: Weights) -> Capacity:
+    device, model = weights.device, weights.model
+    chunk_size = chunk_size_of(config, device)
+    if device.type == "cpu":
+        free_bytes = free_host_bytes(config)
+    else:
+        free_bytes = free_device_bytes(
+            config, model, weights.kv_dtype, device, model.context_length, chunk_size
+        )
+    capacity = plan_capacity(config, model, free_bytes, weights.bytes_per_token, chunk_size)
+    if device.type == "cuda":
+        check_pool_fits(config, capacity, weights.bytes_per_token, free_bytes)
+    return capacity
 
 
 def build_rank(
@@ -130,15 +158,22 @@ def build_rank(
         cp_size=config.cp_size if config.shards_kv else 1,
         cp_rank=rank if config.shards_kv else 0,
     )
-    attention: PagedAttention | GroupAttention
-    if config.cp_size == 1:
-        attention = PagedAttention(pool)
-    else:
+    attention: TableAttention | PagedAttention | GroupAttention
+    if config.cp_size > 1:
         block_tokens = config.cp_stream_block_tokens or _BLOCK_TOKENS[device.type]
         attention = GroupAttention(pool, mesh, min(block_tokens, setup.context_length))
+    else:
+        attention = local_attention(pool)
     max_pages = -(-setup.context_length // setup.page_size)
     tables = PageTables(config.max_running_requests, max_pages, device)
     staging = Staging(device)
+    graphs = None
+    # A prefill group computes no decodes.
+    if isinstance(attention, TableAttention) and config.cuda_graphs and config.role != "prefill":
+        graphs = DecodeGraphs(
+            model, attention.begin, pool, tables, staging, config.max_running_requests
+        )
+        graphs.capture()
     runner = Runner(
         model,
         attention.begin,
@@ -147,6 +182,7 @@ def build_rank(
         tables=tables,
         staging=staging,
         page_size=setup.page_size,
+        graphs=graphs,
     )
     transfer = _start_transfer(config, pool)
     pusher = None

@@ -1,5 +1,5 @@
-"""Which pages the running requests' contexts lie in, on the host and on the device. Filled by plans;
-allocates nothing."""
+"""Which pages the running requests' contexts lie in, on the host and on the device. Filled by
+plans; allocates nothing."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def check_rules(config: WorkerConfig, model_config: Any, device: torch.device) -
         raise RuleError(
             f"--cp-stream-block-tokens {config.cp_stream_block_tokens}: accepted is 1 or more"
         )
-    page_size = 64 if config.page_size is None else config.page_size
+    page_size = config.tokens_per_page
     if getattr(model_config, "index_topk", None) and page_size != 64:
         raise RuleError(f"--page-size {page_size}: models with a lightning indexer need 64")
     first = device.index or 0

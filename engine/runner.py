@@ -1,5 +1,5 @@
-"""A rank's hands: executes a step plan and reports. Owns the sampling states that plans fill; decides
-nothing."""
+"""A rank's hands: executes a step plan and reports. Owns the sampling states that plans fill;
+decides nothing."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Staging:
             out = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         there = out[:num_bytes]
         there.copy_(pinned.bytes[:num_bytes], non_blocking=True)
-        pinned.copied.record()  # type: ignore[no-untyped-call]
+        pinned.copied.record()
         return [
             there[begin:end].view(torch.from_numpy(array).dtype).view(array.shape)
             for array, (begin, end) in zip(arrays, places, strict=True)
@@ -64,7 +64,7 @@ class Staging:
             return self._buffers[-1]
         place = self._next
         self._next = (place + 1) % _NUM_BUFFERS
-        self._buffers[place].copied.synchronize()  # type: ignore[no-untyped-call]
+        self._buffers[place].copied.synchronize()
         if self._buffers[place].bytes.numel() < num_bytes:
             self._buffers[place] = _Pinned(2 * num_bytes)
         return self._buffers[place]

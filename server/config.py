@@ -65,6 +65,7 @@ NOT_FOR: dict[str, tuple[str, ...]] = {
     ),
     "prefill": (
         "colocated",
+        "cuda_graphs",
         "decode_max_total_tokens",
         "decode_workers",
         "max_replays",
@@ -88,6 +89,7 @@ NOT_FOR: dict[str, tuple[str, ...]] = {
     ),
     "prefill-check": (
         "colocated",
+        "cuda_graphs",
         "decode_max_total_tokens",
         "decode_workers",
         "drain_delay_s",
@@ -274,6 +276,22 @@ class ServeConfig(BaseSettings):
         ge=1,
     )
     max_running_requests: int = _option("scheduling", 64, "requests decoded together", ge=1)
+    mem_fraction_static: float = _option(
+        "scheduling",
+        0.88,
+        "share of a GPU's memory for weights, the largest step and the KV pool together; the pool"
+        " gets what the others leave of it",
+        "a number above 0 and below 1",
+        gt=0,
+        lt=1,
+        allow_inf_nan=False,
+    )
+    cuda_graphs: bool = _option(
+        "scheduling",
+        True,
+        "record decode steps on a GPU at the start and replay them; --no-: launch every kernel of"
+        " every step, which starts sooner and decodes slower",
+    )
 
     enable_nsa_prefill_cp_shared_kv: bool | None = _option(
         "context parallelism",
@@ -439,6 +457,8 @@ class ServeConfig(BaseSettings):
             max_total_tokens=self.max_total_tokens if of_role is None else of_role,
             chunked_prefill_size=self.chunked_prefill_size,
             max_running_requests=self.max_running_requests,
+            mem_fraction_static=self.mem_fraction_static,
+            cuda_graphs=self.cuda_graphs,
             context_length=self.context_length,
             cp_size=cp_size,
             shared_kv=self.enable_nsa_prefill_cp_shared_kv if is_group else None,

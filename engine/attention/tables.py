@@ -1,5 +1,5 @@
-"""Attention straight from page tables, where the device has kernels for it: nothing is gathered that
-is not read, no request is handled on its own but a prefill, and nothing waits for the device.
+"""Attention straight from page tables, where the device has kernels for it: nothing is gathered
+that is not read, no request is handled on its own but a prefill, and nothing waits for the device.
 
 The requests with one new token at the front of the batch are its decodes, computed together; each
 of the others is computed alone. All that a decode needs is on the device (its context is its

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 _FP8: Final = "F8_E4M3"
+_SCALE: Final = "_scale_inv"
+_LAYER: Final = re.compile(r"\.layers\.(\d+)\.")
 _FLOATS: Final = ("BF16", "F16", "F32", "F64")
 
 
@@ -101,6 +104,9 @@ class Checkpoint:
         self.fill(out, name)
         return out
 
+    def shape(self, name: str) -> list[int]:
+        return list(self._slice(name).get_shape())
+
     def fused(
         self, parts: Sequence[tuple[str, int]], *inner: int, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
@@ -134,7 +140,7 @@ class Checkpoint:
 
     def _dequantise(self, name: str, out: torch.Tensor) -> None:
         """weight[i, j] * scale[i // block, j // block], in float32, as DeepSeek-V3 stores it."""
-        scale_name = f"{name}_scale_inv"
+        scale_name = f"{name}{_SCALE}"
         if not self.has(scale_name):
             raise WeightError(
                 f"tensor {name!r} in {self._file_of[name]} is fp8 without a block scale: "
@@ -206,6 +212,22 @@ class Checkpoint:
                 return dict.fromkeys(handle.keys(), single)
         except SafetensorError as error:
             raise WeightError(f"{single} is not a safetensors file: {error}") from error
+
+
+def weight_bytes(folder: Path | str, dtype: torch.dtype) -> int:
+    """About what a checkpoint takes once it is loaded in `dtype`: layers beyond the config's count
+    and the scales of fp8 blocks are left out. Errors as Checkpoint."""
+    config = _read_json(Path(folder) / "config.json")
+    num_layers = config.get("num_hidden_layers")
+    num_elements = 0
+    checkpoint = Checkpoint(folder, "cpu", dtype)
+    for name in checkpoint.unused:
+        layer = _LAYER.search(name)
+        is_beyond = layer is not None and num_layers and int(layer[1]) >= num_layers
+        if not is_beyond and not name.endswith(_SCALE):
+            num_elements += math.prod(checkpoint.shape(name))
+    checkpoint.close(complete=False)
+    return num_elements * dtype.itemsize
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.capacity import CapacityError
+from engine.runner import Runner
 from kernels.attention import attend, merge
 from kernels.index_logits import index_logits
 from kernels.topk import exact_topk
@@ -40,11 +42,36 @@ def answers(client: Client) -> dict[str, list[int]]:
     return client.tokens
 
 
-def test_float32_answers_equal_those_of_the_cpu(folder):
-    cpu = answers(Client(folder, device="cpu", **OPTIONS))
-    gpu = answers(Client(folder, device="cuda", **OPTIONS))
-    different = [rid for rid in cpu if cpu[rid] != gpu[rid]]
+@pytest.fixture(scope="module")
+def cpu_answers(folder) -> dict[str, list[int]]:
+    return answers(Client(folder, device="cpu", **OPTIONS))
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_float32_answers_equal_those_of_the_cpu(folder, cpu_answers, cuda_graphs):
+    gpu = answers(Client(folder, device="cuda", cuda_graphs=cuda_graphs, **OPTIONS))
+    different = [rid for rid in cpu_answers if cpu_answers[rid] != gpu[rid]]
     assert not different
+
+
+def test_no_forward_waits_for_the_device(folder, monkeypatch):
+    forward = Runner._forward
+
+    def strict(*args):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return forward(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    client = Client(folder, device="cuda", dtype="bfloat16", cuda_graphs=False, **OPTIONS)
+    monkeypatch.setattr(Runner, "_forward", strict)
+    answers(client)
+
+
+def test_a_pool_beyond_the_device_is_refused(folder):
+    with pytest.raises(CapacityError, match=r"--max-total-tokens 100000000000: .* accepted are up"):
+        Client(folder, device="cuda", max_total_tokens=10**11)
 
 
 def test_bfloat16_serves(folder):

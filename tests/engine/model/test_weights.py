@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.model.weights import Checkpoint, WeightError
+from engine.model.weights import Checkpoint, WeightError, weight_bytes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -260,3 +260,15 @@ def test_a_failed_load_reports_nothing(tmp_path: Path, caplog: pytest.LogCapture
     ):
         checkpoint.get("missing", (2,))
     assert caplog.records == []
+
+
+def test_the_size_of_what_would_be_loaded_is_known_beforehand(tmp_path: Path) -> None:
+    """In the wanted dtype, without the layers beyond the model's and the scales of fp8 blocks."""
+    save_shards(
+        tmp_path,
+        {"model.layers.0.a": torch.zeros(3, 5), "model.layers.0.a_scale_inv": torch.zeros(1, 1)},
+        {"model.layers.1.a": torch.zeros(7, dtype=torch.bfloat16), "lm_head": torch.zeros(2, 2)},
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
+    assert weight_bytes(tmp_path, torch.bfloat16) == 2 * (15 + 4)
+    assert weight_bytes(tmp_path, torch.float32) == 4 * (15 + 4)

@@ -1,0 +1,157 @@
+"""How much of a GPU's memory is the KV pool's: what the weights and the largest steps leave. The
+steps are run once before the pool is made, so that no later one runs out of memory."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from engine.attention.local import local_attention
+from engine.attention.running import workspace_bytes
+from engine.batch import ForwardBatch
+from engine.capacity import Capacity, CapacityError
+from engine.config import WorkerConfig
+from engine.model.base import Model
+from engine.sampler import SamplingState, sample
+from engine.types import SamplingParams
+from kvcache.pool import KVPool
+
+log = logging.getLogger("plait.memory")
+
+# Communication's and libraries' own, and what the allocator loses between its blocks.
+_MARGIN_BYTES: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Beside weights and pool."""
+
+    prefill_bytes: int  # of the largest chunk, at the end of the longest context
+    decode_bytes: int  # of the most decodes, each at the end of the longest context
+
+
+def check_weights_fit(config: WorkerConfig, device: torch.device, needed: int) -> None:
+    """Before they are read: raises CapacityError where `needed` bytes of weights exceed what is
+    free on the device."""
+    free, total = torch.cuda.mem_get_info(device)
+    if needed > free:
+        raise CapacityError(
+            f"--model {config.model}: its weights take {_gib(needed)} in {config.dtype}, and "
+            f"{device} has {_gib(free)} of {_gib(total)} free; give it a GPU with more memory, or "
+            "end what else uses this one"
+        )
+
+
+def free_device_bytes(
+    config: WorkerConfig,
+    model: Model,
+    dtype: torch.dtype,  # of the KV rows
+    device: torch.device,
+    context_length: int,
+    chunk_size: int,
+) -> int:
+    """For one rank's KV pool, once the weights are loaded. Raises CapacityError where nothing is
+    left."""
+    steps = measure_steps(
+        model,
+        dtype,
+        device,
+        page_size=config.tokens_per_page,
+        context_length=context_length,
+        chunk_size=chunk_size,
+        max_running=config.max_running_requests,
+    )
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = int(total * (1 - config.mem_fraction_static))
+    # Recorded decodes keep their memory beside what other steps use.
+    taken = steps.prefill_bytes + steps.decode_bytes + _MARGIN_BYTES
+    if config.cp_size > 1:  # two blocks and the scores of their torch form
+        taken += 3 * workspace_bytes(device)
+    left = free - reserved - taken
+    log.info(
+        "%s: %s of %s free beside the weights; a prefill step takes %s, a decode step %s; "
+        "%s for the KV pool",
+        device,
+        _gib(free),
+        _gib(total),
+        _gib(steps.prefill_bytes),
+        _gib(steps.decode_bytes),
+        _gib(max(0, left)),
+    )
+    if left <= 0:
+        raise CapacityError(
+            f"--mem-fraction-static {config.mem_fraction_static:g}: beside the weights {device} "
+            f"has {_gib(free)} free, of which {_gib(reserved)} are to stay so, and the largest "
+            f"steps take {_gib(taken)}: nothing is left for the KV pool. A larger fraction (below "
+            f"1), a --chunked-prefill-size below {chunk_size}, a --max-running-requests below "
+            f"{config.max_running_requests} or a --context-length below {context_length} leave more"
+        )
+    return left
+
+
+def check_pool_fits(
+    config: WorkerConfig, capacity: Capacity, bytes_per_token: int, free_bytes: int
+) -> None:
+    """Raises CapacityError where the KV pool that was asked for exceeds what is left for it."""
+    needed = (capacity.num_pages + 1) * capacity.page_size * bytes_per_token  # and the dummy page
+    if needed > free_bytes:
+        raise CapacityError(
+            f"--max-total-tokens {config.max_total_tokens}: a KV pool of that size takes "
+            f"{_gib(needed)}, and {_gib(free_bytes)} are left for it; accepted are up to "
+            f"{free_bytes // bytes_per_token - capacity.page_size}"
+        )
+
+
+@torch.inference_mode()
+def measure_steps(
+    model: Model,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    page_size: int,
+    context_length: int,
+    chunk_size: int,
+    max_running: int,
+) -> StepMemory:
+    """Every context lies in the dummy page alone, so that one page is all the pool needs."""
+    pool = KVPool.create(model.geometry, page_size, 1, dtype, device)
+    for buffer in pool.buffers():
+        buffer.zero_()
+    attention = local_attention(pool)
+    num_pages = -(-context_length // page_size)
+
+    def peak(starts: tuple[int, ...], length: int) -> int:
+        num = len(starts) * length
+        positions = torch.tensor(starts).unsqueeze(1) + torch.arange(length)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        batch = ForwardBatch(
+            token_ids=torch.randint(0, model.vocab_size, (num,), device=device),
+            positions=positions.flatten().to(device),
+            out_loc=torch.zeros(num, dtype=torch.int64, device=device),
+            page_table=torch.zeros((len(starts), num_pages), dtype=torch.int32, device=device),
+            starts=starts,
+            lengths=(length,) * len(starts),
+        )
+        hidden = model.forward(batch.token_ids, batch.positions, attention.begin(batch))
+        _sample(model, hidden[:max_running], device)
+        return torch.cuda.max_memory_allocated(device) - before
+
+    chunk = min(chunk_size, context_length)
+    prefill = peak((context_length - chunk,), chunk)
+    return StepMemory(prefill, peak((context_length - 1,) * max_running, 1))
+
+
+def _sample(model: Model, hidden: torch.Tensor, device: torch.device) -> None:
+    """As much as sampling takes: every row is drawn, of a nucleus that may be the vocabulary."""
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.999)
+    states = [SamplingState.new(params, [0], [], model.vocab_size, device) for _ in hidden]
+    sample(model.logits(hidden), states)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
