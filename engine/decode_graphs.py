@@ -81,12 +81,15 @@ class DecodeGraphs:
         """Every request has one new token."""
         return len(arrays.token_ids) == len(arrays.lengths) <= self._sizes[-1]
 
-    def run(self, arrays: BatchArrays) -> torch.Tensor:
-        """Hidden states [N, hidden_size], valid until the next run."""
+    def run(self, arrays: BatchArrays, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states [N, hidden_size], valid until the next run. `token_ids` [N]: on the device,
+        in place of the arrays'."""
         size = self._sizes[bisect.bisect_left(self._sizes, len(arrays.lengths))]
         topk = self._model.index_topk
         recorded = self._graphs[size, bool(topk) and arrays.max_context > topk]
         self._staging.send(self._padded(arrays, size), out=self._inputs)
+        if token_ids is not None:
+            self._inputs[: 8 * len(token_ids)].view(torch.int64).copy_(token_ids)
         for layer in range(self._pool.geometry.num_layers):
             self._pool.before_read(layer)
         recorded.graph.replay()

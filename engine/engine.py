@@ -54,6 +54,10 @@ class Rank:
                 self.pusher.push(push.room, push.pages, push.positions, push.is_last)
         return result
 
+    def settle(self) -> None:
+        """Until this rank writes nothing more into pages that have been given up."""
+        self.runner.settle()
+
     def close(self) -> None:
         """Copies under way end; transfers in flight fail."""
         if self.host is not None:

@@ -167,9 +167,10 @@ def build_rank(
     max_pages = -(-setup.context_length // setup.page_size)
     tables = PageTables(config.max_running_requests, max_pages, device)
     staging = Staging(device)
-    graphs = None
     # A prefill group computes no decodes.
-    if isinstance(attention, TableAttention) and config.cuda_graphs and config.role != "prefill":
+    graphs = None
+    runs_ahead = isinstance(attention, TableAttention) and config.role != "prefill"
+    if isinstance(attention, TableAttention) and runs_ahead and _records(config, device):
         graphs = DecodeGraphs(
             model, attention.begin, pool, tables, staging, config.max_running_requests
         )
@@ -183,6 +184,7 @@ def build_rank(
         staging=staging,
         page_size=setup.page_size,
         graphs=graphs,
+        runs_ahead=runs_ahead,
     )
     transfer = _start_transfer(config, pool)
     pusher = None
@@ -192,6 +194,10 @@ def build_rank(
     if setup.num_host_pages:
         host = HostSide(pool, setup.num_host_pages, rank, report)
     return Rank(runner, mesh, attention.workspace_bytes, pool, pusher, transfer, host)
+
+
+def _records(config: WorkerConfig, device: torch.device) -> bool:
+    return config.cuda_graphs and device.type == "cuda"
 
 
 def _plan_host_pages(config: WorkerConfig, capacity: Capacity, weights: Weights) -> int:
@@ -249,6 +255,7 @@ def _build_scheduler(
         vocab_size=model.vocab_size,
         num_ranks=config.cp_size,
         destination=destination_of(leader),
+        looks_ahead=leader.runner.runs_ahead,
     )
 
 

@@ -54,3 +54,15 @@ class PageTables:
         """Where the tokens at these positions of these requests lie; all three [T]."""
         pages = self._host[req_indices, positions // page_size].astype(np.int64)
         return pages * page_size + positions % page_size
+
+    def have(
+        self,
+        req_indices: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        page_size: int,
+    ) -> bool:
+        """Whether there is a page for each of these positions of these requests; both [T]."""
+        columns = positions // page_size
+        if columns.max() >= self._host.shape[1]:
+            return False
+        return bool(self._host[req_indices, columns].all())

@@ -64,6 +64,11 @@ class Req:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def most_tokens(self) -> int:
+        """Prompt and output, once it has all that was asked for."""
+        return self.num_prompt + self.sampling.max_tokens
+
+    @property
     def num_to_compute(self) -> int:
         """Tokens whose KV is missing; 1 in steady decode."""
         return len(self.token_ids) - self.num_computed

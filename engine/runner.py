@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from engine.page_tables import PageTables
 from engine.parallel.mesh import Mesh
 from engine.parallel.share import Share
 from engine.plan import Extend, Sampled, StepPlan, StepResult
+from engine.run_ahead import BegunDecode, TokenRead
 from engine.sampler import LogprobRequest, SamplingState, sample, score
 from engine.staging import Staging
 from engine.types import TokenLogprob
@@ -38,7 +40,10 @@ class Runner:
         staging: Staging,
         page_size: int,
         graphs: DecodeGraphs | None = None,
+        runs_ahead: bool = False,
     ) -> None:
+        """`runs_ahead`: begin decode steps before they are planned, where one rank computes them;
+        see engine/run_ahead.py."""
         self._model = model
         self._begin_attention = begin_attention
         self._mesh = mesh
@@ -47,22 +52,38 @@ class Runner:
         self._staging = staging
         self._page_size = page_size
         self._graphs = graphs
+        self.runs_ahead = runs_ahead
+        self._ahead: BegunDecode | None = None  # the next step's, perhaps
         self._states: dict[int, SamplingState] = {}
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises what the forward raises; the state stays usable then."""
         t0 = time.perf_counter()
-        arrays = self._prepare(plan)
+        ahead, self._ahead = self._ahead, None
+        self._update(plan)
         t1 = time.perf_counter()
-        rows = self._forward(plan.extends, arrays)
-        t2 = time.perf_counter()
-        sampled = self._sample(plan.extends, rows) if self._mesh.rank == 0 else []
+        rows = ahead.rows_of(plan) if ahead is not None else None
+        if rows is None and self._is_plain_decode(plan.extends):
+            ahead, rows = self._begin(plan.extends), list(range(len(plan.extends)))
+        if ahead is not None and rows is not None:
+            self._ahead = self._begin_next(plan.extends, ahead, rows)
+            t2 = time.perf_counter()
+            sampled = self._read(plan.extends, ahead, rows)
+        else:
+            hidden = self._forward(plan.extends)
+            t2 = time.perf_counter()
+            sampled = self._sample(plan.extends, hidden) if self._mesh.rank == 0 else []
         t3 = time.perf_counter()
         seconds = {"prepare": t1 - t0, "forward": t2 - t1, "sample": t3 - t2}
         return StepResult(step=plan.step, sampled=sampled, seconds=seconds)
 
-    def _prepare(self, plan: StepPlan) -> BatchArrays:
+    def settle(self) -> None:
+        """Until the device writes nothing more for requests that have ended."""
+        if self._ahead is not None:
+            self._ahead.read.wait()
+
+    def _update(self, plan: StepPlan) -> None:
         for req_index in plan.finished:
             self._states.pop(req_index, None)
         if self._mesh.rank == 0:
@@ -75,26 +96,96 @@ class Runner:
                     self._mesh.device,
                 )
         self._tables.update(plan, self._staging)
-        return BatchArrays.of(plan.extends, self._tables, self._page_size)
 
-    def _forward(self, extends: list[Extend], arrays: BatchArrays) -> torch.Tensor:
+    # -- decode steps that may run ahead
+
+    def _is_plain_decode(self, extends: list[Extend]) -> bool:
+        """Whether a step is nothing but decodes whose tokens the device can choose by itself."""
+        return self.runs_ahead and all(
+            len(e.token_ids) == 1
+            and e.samples
+            and not e.targets
+            and self._states[e.req_index].is_greedy
+            for e in extends
+        )
+
+    def _begin(self, extends: list[Extend]) -> BegunDecode:
+        arrays = BatchArrays.of(extends, self._tables, self._page_size)
+        return self._decode(arrays, None)
+
+    def _begin_next(
+        self, extends: list[Extend], begun: BegunDecode, rows: list[int]
+    ) -> BegunDecode | None:
+        """The step after `begun`, whose `rows` are the extends; None where no such step can be, or
+        where one of its requests has yet to be given the page that it needs."""
+        going_on = [
+            (row, e)
+            for row, e in zip(rows, extends, strict=True)
+            if not self._states[e.req_index].ends_with_next
+        ]
+        if not going_on:
+            return None
+        req_indices = np.array([e.req_index for _, e in going_on], dtype=np.int64)
+        positions = np.array([e.start + 1 for _, e in going_on], dtype=np.int64)
+        if not self._tables.have(req_indices, positions, self._page_size):
+            return None
+        arrays = BatchArrays(
+            token_ids=np.zeros_like(positions),  # they are on the device
+            positions=positions,
+            out_loc=self._tables.locs(req_indices, positions, self._page_size),
+            req_indices=req_indices,
+            starts=tuple(positions.tolist()),
+            lengths=(1,) * len(positions),
+        )
+        return self._decode(arrays, self._pick(begun.tokens, [row for row, _ in going_on]))
+
+    def _decode(self, arrays: BatchArrays, token_ids: torch.Tensor | None) -> BegunDecode:
+        """`token_ids` [N] on the device, in place of the arrays'."""
+        hidden = self._forward_all(arrays, token_ids)
+        tokens = self._model.logits(hidden).argmax(-1)
+        return BegunDecode(
+            tuple(arrays.req_indices.tolist()), arrays.starts, tokens, TokenRead(tokens)
+        )
+
+    def _read(self, extends: list[Extend], begun: BegunDecode, rows: list[int]) -> list[Sampled]:
+        tokens = begun.read.wait()
+        sampled = []
+        for extend, row in zip(extends, rows, strict=True):
+            self._states[extend.req_index].append(tokens[row])
+            sampled.append(Sampled(req_index=extend.req_index, token_id=tokens[row]))
+        return sampled
+
+    # -- any step
+
+    def _forward(self, extends: list[Extend]) -> torch.Tensor:
         """Hidden states of the wanted tokens, in their order."""
+        arrays = BatchArrays.of(extends, self._tables, self._page_size)
         wanted = _wanted_tokens(extends)
-        if self._graphs is not None and self._graphs.takes(arrays):
-            return self._pick(self._graphs.run(arrays), wanted)
+        if self._mesh.size == 1:
+            return self._pick(self._forward_all(arrays, None), wanted)
         batch = arrays.send(self._tables, self._staging, self._page_size)
         share = Share(batch, self._mesh, self._deal_mode)
         attention = self._begin_attention(batch, share)
         hidden = self._model.forward(share.token_ids, share.positions, attention)
-        if self._mesh.size > 1:
-            return share.pick(hidden, wanted) if wanted else hidden
-        return self._pick(hidden, wanted)
+        return share.pick(hidden, wanted) if wanted else hidden
 
-    def _pick(self, hidden: torch.Tensor, wanted: list[int]) -> torch.Tensor:
-        if wanted == list(range(len(wanted))):
-            return hidden[: len(wanted)]
-        (tokens,) = self._staging.send(np.array(wanted, dtype=np.int64))
-        return hidden[tokens]
+    def _forward_all(self, arrays: BatchArrays, token_ids: torch.Tensor | None) -> torch.Tensor:
+        """Hidden states of all tokens, where one rank computes them."""
+        if self._graphs is not None and self._graphs.takes(arrays):
+            return self._graphs.run(arrays, token_ids)
+        batch = arrays.send(self._tables, self._staging, self._page_size)
+        if token_ids is not None:
+            batch = replace(batch, token_ids=token_ids)
+        share = Share(batch, self._mesh, self._deal_mode)
+        attention = self._begin_attention(batch, share)
+        return self._model.forward(batch.token_ids, batch.positions, attention)
+
+    def _pick(self, x: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """x[rows]"""
+        if rows == list(range(len(rows))):
+            return x[: len(rows)]
+        (index,) = self._staging.send(np.array(rows, dtype=np.int64))
+        return x[index]
 
     def _sample(self, extends: list[Extend], rows: torch.Tensor) -> list[Sampled]:
         """`rows` [S, hidden_size]: hidden states of the wanted tokens, in their order."""

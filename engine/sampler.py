@@ -81,6 +81,18 @@ class SamplingState:
             or self.num_output < self.params.min_tokens
         )
 
+    @property
+    def is_greedy(self) -> bool:
+        """The largest logit decides from here on, and nothing is to be said about it."""
+        params = self.params
+        plain = not self.edits_logits and params.logprobs is None
+        return plain and params.temperature < _GREEDY_BELOW
+
+    @property
+    def ends_with_next(self) -> bool:
+        """The next token is the last that was asked for."""
+        return self.num_output + 1 >= self.params.max_tokens
+
     def edit(self, logits: torch.Tensor) -> torch.Tensor:
         """Bias, minimum length and penalties: [V] -> [V]."""
         params = self.params

@@ -135,6 +135,8 @@ class Worker:
         was_idle = self._scheduler.is_idle
         plan = self._scheduler.plan()
         self._waits = plan is None
+        if self._scheduler.notes and self._config.role == "decode":
+            self._engine.leader.settle()  # others write into the pages of a reservation
         self._inbox.send_notes()  # before the step: a reservation need not wait for it
         if plan is not None:
             self._inbox.send(self._step(plan))

@@ -12,8 +12,14 @@ from kvcache.prefix_cache import PrefixCache
 
 
 class RunningSet:
-    def __init__(self, cache: PrefixCache, page_size: int, max_running: int) -> None:
+    """`looks_ahead`: a request that decodes is given the page of the token after its next, too,
+    where there is one to be had."""
+
+    def __init__(
+        self, cache: PrefixCache, page_size: int, max_running: int, looks_ahead: bool = False
+    ) -> None:
         self._cache = cache
+        self._looks_ahead = looks_ahead
         self._page_size = page_size
         self._free_indices = list(range(max_running - 1, -1, -1))
         self._reqs: list[Req] = []  # by seniority
@@ -50,7 +56,13 @@ class RunningSet:
             retracted.append(victim)
             if victim is req:
                 break
+        if self._looks_ahead and not retracted and len(req.token_ids) + 1 < req.most_tokens:
+            self._take_page_ahead(req)
         return retracted
+
+    def _take_page_ahead(self, req: Req) -> None:
+        if len(req.pages) * self._page_size == len(req.token_ids):
+            req.pages += self._cache.alloc(1, req.pages[-1]) or []
 
     def keep_in_cache(self, req: Req) -> None:
         """Hand the full pages computed so far to the prefix cache; `req` keeps using them."""

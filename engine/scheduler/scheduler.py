@@ -40,6 +40,7 @@ class Scheduler:
         vocab_size: int,
         num_ranks: int = 1,
         destination: Destination | None = None,
+        looks_ahead: bool = False,  # see RunningSet: for ranks that run ahead
     ) -> None:
         self._cache = cache
         self._page_size = page_size
@@ -47,7 +48,7 @@ class Scheduler:
         self._context_length = context_length
         self._vocab_size = vocab_size
         self._waiting = WaitingQueue()
-        self._running = RunningSet(cache, page_size, max_running)
+        self._running = RunningSet(cache, page_size, max_running, looks_ahead)
         self._admission = Admission(cache, page_size)
         self.notes: list[Note] = []  # to be sent and cleared by the owner
         self.started: list[Req] = []  # by the last plan, some of them again
