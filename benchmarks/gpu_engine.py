@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import sys
 import time
@@ -236,6 +237,7 @@ def main() -> int:
     parser.add_argument("--profile-batch", type=int, default=8)
     parser.add_argument("--json")
     args = parser.parse_args()
+    logging.basicConfig(level="INFO", format="%(relativeCreated)d ms %(name)s: %(message)s")
     if args.gate and not all(gate(name, args) for name in GATES.get(args.model, [])):
         print("the gate is red: nothing is measured")
         return 1

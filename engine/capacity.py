@@ -51,7 +51,8 @@ def plan_capacity(
     num_shards = config.cp_size if config.shards_kv else 1
     # More than every running request at full length can use is waste.
     most = -(-model.context_length // page_size) * config.max_running_requests
-    num_pages = min(free_bytes // (bytes_per_token * page_size), -(-most // num_shards))
+    fitting = free_bytes // (bytes_per_token * page_size) - 1  # and the dummy page
+    num_pages = min(fitting, -(-most // num_shards))
     if config.max_total_tokens is not None:
         num_pages = config.max_total_tokens // page_size
     if num_pages < 2:

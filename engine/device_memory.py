@@ -4,6 +4,7 @@ steps are run once before the pool is made, so that no later one runs out of mem
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import Final
 
@@ -55,6 +56,7 @@ def free_device_bytes(
 ) -> int:
     """For one rank's KV pool, once the weights are loaded. Raises CapacityError where nothing is
     left."""
+    began = time.perf_counter()
     steps = measure_steps(
         model,
         dtype,
@@ -74,13 +76,14 @@ def free_device_bytes(
     left = free - reserved - taken
     log.info(
         "%s: %s of %s free beside the weights; a prefill step takes %s, a decode step %s; "
-        "%s for the KV pool",
+        "%s for the KV pool (found in %.1f s)",
         device,
         _gib(free),
         _gib(total),
         _gib(steps.prefill_bytes),
         _gib(steps.decode_bytes),
         _gib(max(0, left)),
+        time.perf_counter() - began,
     )
     if left <= 0:
         raise CapacityError(
