@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from engine.engine import Engine
 from engine.plan import StepResult
+from engine.run_ahead import OUTCOMES
 from engine.stopwatch import HANDOFF_QUEUE, PREFILL, QUEUE, RESERVE_WAIT, TAIL, WAIT
 from engine.types import CACHE_INFO_LABELS, Load, MetricFamily, MetricSample, Role
 from kvcache.prefix_cache import SkipReason
@@ -116,7 +117,7 @@ class WorkerMetrics:
         """Everything, cumulative since the process began."""
         load = engine.scheduler.load
         metrics = [*self._registry.collect(), *_from_scheduler(load, engine.scheduler.counts)]
-        metrics += [*_from_pool(load, engine), *_from_group(engine)]
+        metrics += [*_from_pool(load, engine), *_from_group(engine), _steps_ahead(engine)]
         metrics += _from_handoffs(load, engine)
         metrics += _from_host_tier(load, engine)
         malformed = CounterMetricFamily(
@@ -129,6 +130,17 @@ class WorkerMetrics:
         for reason in _REASONS:
             senseless.add_metric([reason], refused.get(reason, 0))
         return list(_plain([*metrics, malformed, senseless]))
+
+
+def _steps_ahead(engine: Engine) -> Metric:
+    steps = CounterMetricFamily(
+        "plait_steps_ahead",
+        "Decode steps that the device began before they were planned",
+        labels=["outcome"],
+    )
+    for outcome in OUTCOMES:
+        steps.add_metric([outcome], engine.leader.runner.ahead_counts[outcome])
+    return steps
 
 
 def _from_scheduler(load: Load, counts: Mapping[str, int]) -> Iterator[Metric]:

@@ -10,10 +10,13 @@ which is written again or given up with the page. Knows no scheduling and no sam
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from engine.plan import StepPlan
+
+OUTCOMES: Final = ("taken", "dropped")  # of a step begun ahead
 
 
 class TokenRead:

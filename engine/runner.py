@@ -4,6 +4,7 @@ decides nothing."""
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -54,6 +55,7 @@ class Runner:
         self._graphs = graphs
         self.runs_ahead = runs_ahead
         self._ahead: BegunDecode | None = None  # the next step's, perhaps
+        self.ahead_counts: Counter[str] = Counter()  # by outcome, since the start
         self._states: dict[int, SamplingState] = {}
 
     @torch.inference_mode()
@@ -64,6 +66,8 @@ class Runner:
         self._update(plan)
         t1 = time.perf_counter()
         rows = ahead.rows_of(plan) if ahead is not None else None
+        if ahead is not None:
+            self.ahead_counts["dropped" if rows is None else "taken"] += 1
         if rows is None and self._is_plain_decode(plan.extends):
             ahead, rows = self._begin(plan.extends), list(range(len(plan.extends)))
         if ahead is not None and rows is not None:
