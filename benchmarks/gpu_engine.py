@@ -32,7 +32,13 @@ GATES = {"dsv32-5l": ["dsv32-small", "default-small"], "llama-1b": ["llama-small
 NUM_STEPS = 64
 # vLLM 0.26.0 measured on the same card model: fp8 weights and KV (dsv32-5l), bf16 (llama-1b).
 VLLM: dict[str, dict[str, float]] = {
-    "dsv32-5l": {"prefill 8k": 73700, "prefill 32k": 66000, "32 x 8k": 4.74, "128 x 1k": 7.0},
+    "dsv32-5l": {
+        "prefill 8k": 73700,
+        "prefill 32k": 66000,
+        "1 x 1k": 2.5,
+        "32 x 8k": 4.74,
+        "128 x 1k": 7.0,
+    },
     "llama-1b": {"prefill 8k": 206000, "prefill 32k": 124000, "32 x 8k": 3.80, "128 x 1k": 5.66},
 }
 
@@ -236,6 +242,7 @@ def main() -> int:
     parser.add_argument("--profile", type=int, help="profile a prefill of so many tokens instead")
     parser.add_argument("--profile-batch", type=int, default=8)
     parser.add_argument("--json")
+    parser.add_argument("--commit", default="", help="for the JSON: what was measured")
     args = parser.parse_args()
     logging.basicConfig(level="INFO", format="%(relativeCreated)d ms %(name)s: %(message)s")
     if args.gate and not all(gate(name, args) for name in GATES.get(args.model, [])):
@@ -257,6 +264,7 @@ def main() -> int:
     if args.json:
         about = {
             "date": time.strftime("%Y-%m-%d %H:%M"),
+            "commit": args.commit,
             "card": torch.cuda.get_device_name(bench.engine.leader.mesh.device),
             "torch": torch.__version__,
             "model": args.model,

@@ -39,9 +39,13 @@ class MlaQueries:
         the latent then has no part in the score."""
         if self.q_nope.shape[-1] == 0:
             return self.q_pe
-        by_head = self.q_nope.transpose(0, 1)
-        q_latent = torch.bmm(by_head, self.w_uk.to(by_head.dtype)).transpose(0, 1)
-        return torch.cat((q_latent, self.q_pe), dim=-1)
+        num_queries, num_heads, rope = self.q_pe.shape
+        latent = self.latent_dim
+        out = self.q_pe.new_empty((num_queries, num_heads, latent + rope))
+        by_head, w_uk = self.q_nope.transpose(0, 1), self.w_uk.to(self.q_nope.dtype)
+        torch.bmm(by_head, w_uk, out=out[..., :latent].transpose(0, 1))
+        out[..., latent:] = self.q_pe
+        return out
 
     def expanding_is_cheaper(self, context: int) -> bool:
         """Whether per-head keys and values cost fewer multiplications than the absorbed form."""
