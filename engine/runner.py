@@ -23,6 +23,7 @@ from engine.run_ahead import BegunDecode, TokenRead
 from engine.sampler import LogprobRequest, SamplingState, sample, score
 from engine.staging import Staging
 from engine.types import TokenLogprob
+from kernels.sampling import Draw, draw
 
 _SCORE_ROWS = 64  # logits rows held at once for prompt log-probabilities
 
@@ -109,13 +110,13 @@ class Runner:
             len(e.token_ids) == 1
             and e.samples
             and not e.targets
-            and self._states[e.req_index].is_greedy
+            and self._states[e.req_index].is_plain
             for e in extends
         )
 
     def _begin(self, extends: list[Extend]) -> BegunDecode:
         arrays = BatchArrays.of(extends, self._tables, self._page_size)
-        return self._decode(arrays, None)
+        return self._decode(arrays, None, [self._states[e.req_index].draw() for e in extends])
 
     def _begin_next(
         self, extends: list[Extend], begun: BegunDecode, rows: list[int]
@@ -141,12 +142,16 @@ class Runner:
             starts=tuple(positions.tolist()),
             lengths=(1,) * len(positions),
         )
-        return self._decode(arrays, self._pick(begun.tokens, [row for row, _ in going_on]))
+        token_ids = self._pick(begun.tokens, [row for row, _ in going_on])
+        draws = [self._states[e.req_index].draw(later=1) for _, e in going_on]
+        return self._decode(arrays, token_ids, draws)
 
-    def _decode(self, arrays: BatchArrays, token_ids: torch.Tensor | None) -> BegunDecode:
+    def _decode(
+        self, arrays: BatchArrays, token_ids: torch.Tensor | None, draws: list[Draw]
+    ) -> BegunDecode:
         """`token_ids` [N] on the device, in place of the arrays'."""
         hidden = self._forward_all(arrays, token_ids)
-        tokens = self._model.logits(hidden).argmax(-1)
+        tokens = draw(self._model.logits(hidden), draws)
         return BegunDecode(
             tuple(arrays.req_indices.tolist()), arrays.starts, tokens, TokenRead(tokens)
         )

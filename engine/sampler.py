@@ -64,13 +64,12 @@ class SamplingState:
         lengths = len(prompt_ids), len(output_ids)
         return cls(params, *lengths, bias, prompt_seen, output_counts, held_back)
 
-    @property
-    def draw(self) -> Draw:
-        """How the next token is drawn."""
+    def draw(self, later: int = 0) -> Draw:
+        """How the next token is drawn, or the one `later` places after it."""
         params = self.params
         if params.temperature < _GREEDY_BELOW:
             return Draw()
-        key = draw_key(params.seed, self.num_prompt + self.num_output)
+        key = draw_key(params.seed, self.num_prompt + self.num_output + later)
         return Draw(key, params.temperature, params.top_k, params.top_p, params.min_p)
 
     @property
@@ -82,11 +81,9 @@ class SamplingState:
         )
 
     @property
-    def is_greedy(self) -> bool:
-        """The largest logit decides from here on, and nothing is to be said about it."""
-        params = self.params
-        plain = not self.edits_logits and params.logprobs is None
-        return plain and params.temperature < _GREEDY_BELOW
+    def is_plain(self) -> bool:
+        """From here on its tokens are drawn of the logits as they are, and no more is asked."""
+        return not self.edits_logits and self.params.logprobs is None
 
     @property
     def ends_with_next(self) -> bool:
@@ -133,7 +130,7 @@ def sample_on_device(logits: torch.Tensor, states: Sequence[SamplingState]) -> t
         logits = logits.clone()
         for i in edited:
             logits[i] = states[i].edit(logits[i])
-    return draw(logits, [state.draw for state in states])
+    return draw(logits, [state.draw() for state in states])
 
 
 @dataclass(slots=True)
