@@ -54,19 +54,22 @@ def test_float32_answers_equal_those_of_the_cpu(folder, cpu_answers, cuda_graphs
     assert not different
 
 
-def test_no_forward_waits_for_the_device(folder, monkeypatch):
-    forward = Runner._forward
+@pytest.mark.parametrize("step", ["_forward_all", "_decode"])
+def test_no_forward_waits_for_the_device(folder, monkeypatch, step):
+    """`_decode` draws the tokens, too."""
+    compute = getattr(Runner, step)
 
     def strict(*args):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return forward(*args)
+            return compute(*args)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
     client = Client(folder, device="cuda", dtype="bfloat16", cuda_graphs=False, **OPTIONS)
-    monkeypatch.setattr(Runner, "_forward", strict)
+    monkeypatch.setattr(Runner, step, strict)
     answers(client)
+    assert client.engine.leader.runner.ahead_counts["taken"] > 0
 
 
 def test_a_pool_beyond_the_device_is_refused(folder):
