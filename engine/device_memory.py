@@ -34,15 +34,17 @@ class StepMemory:
     decode_bytes: int  # of the most decodes, each at the end of the longest context
 
 
-def check_weights_fit(config: WorkerConfig, device: torch.device, needed: int) -> None:
-    """Before they are read: raises CapacityError where `needed` bytes of weights exceed what is
-    free on the device."""
+def check_weights_fit(
+    config: WorkerConfig, device: torch.device, dtype: torch.dtype, needed: int
+) -> None:
+    """Before they are read: raises CapacityError where `needed` bytes of weights, in `dtype`,
+    exceed what is free on the device."""
     free, total = torch.cuda.mem_get_info(device)
     if needed > free:
         raise CapacityError(
-            f"--model {config.model}: its weights take {_gib(needed)} in {config.dtype}, and "
-            f"{device} has {_gib(free)} of {_gib(total)} free; give it a GPU with more memory, or "
-            "end what else uses this one"
+            f"--model {config.model}: its weights take {_gib(needed)} in "
+            f"{str(dtype).removeprefix('torch.')}, and {device} has {_gib(free)} of "
+            f"{_gib(total)} free; give it a GPU with more memory, or end what else uses this one"
         )
 
 

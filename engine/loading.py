@@ -111,7 +111,7 @@ def load_weights(config: WorkerConfig, rank: int) -> Weights:
     dtype = resolve_dtype(config.dtype, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        check_weights_fit(config, device, weight_bytes(config.model, dtype))
+        check_weights_fit(config, device, dtype, weight_bytes(config.model, dtype))
     if device.type == "cpu":
         threads.configure(max(1, cgroup.available_cpus() // config.cp_size))
         with threads.one_compiler():
