@@ -116,7 +116,8 @@ def mla_causal(
 ) -> torch.Tensor:  # [M, H, V] in q_pe's dtype
     """Latent attention of one request's queries at start, start + 1, ...: each sees the whole
     context up to itself."""
-    if (gpu := _triton("mla_causal", q_pe, cache, w_uv.shape[2])) is not None:
+    widths = (w_uk.shape[1], w_uv.shape[1])
+    if (gpu := _triton("mla_causal", q_pe, cache, w_uv.shape[2], widths)) is not None:
         found: torch.Tensor = gpu.mla_causal(
             q_nope, q_pe, cache, pages, start, page_size, w_uk, w_uv, scale
         )
@@ -241,14 +242,18 @@ def _compiled(q: torch.Tensor, cache: torch.Tensor) -> ModuleType | None:
 
 
 def _triton(
-    port: str, q: torch.Tensor, cache: torch.Tensor, latent_dim: int | None = None
+    port: str,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    latent_dim: int | None = None,
+    widths: tuple[int, ...] = (),
 ) -> ModuleType | None:
     """kernels.gpu.attention where it can take the call."""
     if not gpu_kernels(q, cache):
         return None
     from kernels.gpu import attention
 
-    if (why := attention.declines(q, cache, latent_dim)) is not None:
+    if (why := attention.declines(q, cache, latent_dim, widths)) is not None:
         fall_back(port, why)
         return None
     return attention

@@ -16,7 +16,7 @@ import torch
 
 from engine.attention.base import Selection
 from engine.attention.mla import ChosenMlaRun, MlaQueries, MlaRun, reads_chosen
-from engine.attention.running import GqaRun, Positions, RunningTopK
+from engine.attention.running import CausalRun, Positions, RunningTopK
 from engine.batch import ForwardBatch
 from engine.parallel.mesh import Gathered, Mesh
 from engine.parallel.share import Share
@@ -188,10 +188,7 @@ class GroupForward:
         chunk = self._share.gather(torch.cat((k.flatten(1), v.flatten(1)), dim=-1))
         keys, values = chunk.view(len(chunk), 2, num_kv, dim).unbind(1)
         self._pool.store_kv(layer, self._destination, keys, values)
-        running = [
-            GqaRun(q[run.begin : run.end], num_kv, run.at, scale, self._most_keys)
-            for run in self._runs
-        ]
+        running = [CausalRun(q[run.begin : run.end], run.at, scale) for run in self._runs]
         for req, begin, rows in self._context("kv", layer, chunk):
             keys, values = rows.view(len(rows), 2, num_kv, dim).unbind(1)
             for run, part in zip(self._runs, running, strict=True):

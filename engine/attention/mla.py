@@ -8,10 +8,12 @@ from typing import Final
 
 import torch
 
-from engine.attention.running import Positions, RunningAttention, workspace_bytes
-from kernels.attention import Partial, attend, merge, values_of
+from engine.attention.running import CausalRun, ChosenRun, Positions
+from kernels.attention import Partial, merge, values_of
+from kernels.streamed import mla_rows_part
 
 _GATHER_RATIO: Final = 4  # context to top-k
+_EXPANDED_BYTES: Final = 256 << 20  # of keys and values by head that exist at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +61,23 @@ class MlaQueries:
         return num_heads * expanded < num_heads * (absorb + pairs * (score + latent))
 
     def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cache rows [L, D] -> keys [H, L, nope + rope] and values [H, L, v_head_dim]."""
+        """Cache rows [L, D] -> keys [L, H, nope + rope] and values [L, H, v_head_dim]."""
         num_heads = self.w_uv.shape[0]
         latent, k_pe = rows[:, : self.latent_dim], rows[:, self.latent_dim :]
         wide = self.q_pe.dtype
         shared = k_pe.to(wide).expand(num_heads, -1, -1)
         latent = latent.to(wide).expand(num_heads, -1, -1)
-        v = torch.bmm(latent, self.w_uv.to(wide).transpose(1, 2))
+        v = torch.bmm(latent, self.w_uv.to(wide).transpose(1, 2)).transpose(0, 1)
         if self.q_nope.shape[-1] == 0:
-            return shared, v
+            return shared.transpose(0, 1), v
         k_nope = torch.bmm(latent, self.w_uk.to(wide).transpose(1, 2))
-        return torch.cat((k_nope, shared), dim=-1), v
+        return torch.cat((k_nope, shared), dim=-1).transpose(0, 1), v
 
 
 def reads_chosen(chosen: torch.Tensor, context: int) -> bool:
-    """Whether reading only the chosen rows, query by query, beats masking all the scores."""
-    return context > _GATHER_RATIO * chosen.shape[1]
+    """Whether reading only the chosen rows, query by query, beats masking all the scores. A GPU has
+    a kernel for it."""
+    return chosen.is_cuda or context > _GATHER_RATIO * chosen.shape[1]
 
 
 class MlaRun:
@@ -84,35 +87,37 @@ class MlaRun:
         self,
         queries: MlaQueries,
         at: Positions,
-        chosen: torch.Tensor | None,  # see RunningAttention
+        chosen: torch.Tensor | None,  # see ChosenRun; None: all
         most_keys: int,  # of one part
     ) -> None:
         self._queries = queries
         self._expands = queries.expanding_is_cheaper(at.last + 1)
-        if self._expands:  # one group a head
-            q = torch.cat((queries.q_nope, queries.q_pe), dim=-1).transpose(0, 1)
-        else:  # one group: all heads read the same latent row
-            q = queries.absorbed().unsqueeze(0).flatten(1, 2)
+        if self._expands:
+            q = torch.cat((queries.q_nope, queries.q_pe), dim=-1)
+        else:  # all heads read the same latent row
+            q = queries.absorbed()
         self._width = q.shape[-1]
-        heads = 1 if self._expands else queries.q_pe.shape[1]
-        self._running = RunningAttention(q, heads, at, chosen, queries.scale, most_keys)
+        self._run = (
+            CausalRun(q, at, queries.scale)
+            if chosen is None
+            else ChosenRun(q, at, chosen, queries.scale, most_keys)
+        )
 
     def add(self, rows: torch.Tensor, begin: int) -> None:
         """Cache rows [L, latent | rope] of the positions begin, begin + 1, ..."""
-        if self._expands:
-            k, v = self._queries.expand(rows)
-        else:
-            k = rows[:, rows.shape[1] - self._width :].unsqueeze(0)
-            v = rows[:, : self._queries.latent_dim].unsqueeze(0)
-        self._running.add(k, v, begin)
+        if not self._expands:
+            k = rows[:, rows.shape[1] - self._width :].unsqueeze(1)
+            self._run.add(k, rows[:, : self._queries.latent_dim].unsqueeze(1), begin)
+            return
+        num_heads, v_dim, _ = self._queries.w_uv.shape
+        step = _EXPANDED_BYTES // (num_heads * (self._width + v_dim) * rows.itemsize)
+        for a in range(0, len(rows), step):
+            self._run.add(*self._queries.expand(rows[a : a + step]), begin + a)
 
     def finish(self) -> torch.Tensor:
         """[num_queries, num_heads, v_head_dim]"""
-        out = self._running.finish()
-        if self._expands:
-            return out.transpose(0, 1)  # [H, T, V] -> [T, H, V]
-        num_heads = self._queries.q_pe.shape[1]
-        return values_of(out.view(-1, num_heads, out.shape[-1]), self._queries.w_uv)
+        out = self._run.finish()
+        return out if self._expands else values_of(out, self._queries.w_uv)
 
 
 class ChosenMlaRun:
@@ -128,28 +133,15 @@ class ChosenMlaRun:
 
     def add(self, rows: torch.Tensor, begin: int) -> None:
         """Cache rows [L, latent | rope] of the positions begin, begin + 1, ..."""
+        most = self._chosen.shape[1]
         first = (self._chosen < begin).sum(-1)
         counts = (self._chosen < begin + len(rows)).sum(-1) - first
-        width = int(counts.max())
-        if width == 0:
-            return
-        inside = torch.arange(width, device=rows.device)
-        columns = (first.unsqueeze(1) + inside).clamp_max(self._chosen.shape[1] - 1)
-        allowed = inside < counts.unsqueeze(1)  # [num_queries, width]
-        at = (self._chosen.gather(1, columns) - begin).masked_fill_(~allowed, 0)
-        step = max(1, workspace_bytes(rows.device) // (width * rows.shape[1] * 4))
-        parts = [
-            self._attend(self._q[a : a + step], rows[at[a : a + step]], allowed[a : a + step])
-            for a in range(0, len(at), step)
-        ]
-        part = Partial(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+        columns = first.unsqueeze(1) + torch.arange(most, device=rows.device)
+        at = self._chosen.gather(1, columns.clamp_max_(most - 1)) - begin
+        part = mla_rows_part(
+            self._q, rows, at, counts, self._queries.latent_dim, self._queries.scale
+        )
         self._parts = merge(self._parts, part)
-
-    def _attend(self, q: torch.Tensor, own: torch.Tensor, allowed: torch.Tensor) -> Partial:
-        """q [n, H, R], own [n, width, D], allowed [n, width]"""
-        keys = own[..., own.shape[-1] - q.shape[-1] :]
-        latent = own[..., : self._queries.latent_dim]
-        return attend(q, keys, latent, allowed.unsqueeze(1), self._queries.scale)
 
     def finish(self) -> torch.Tensor:
         """[num_queries, num_heads, v_head_dim]"""

@@ -13,12 +13,12 @@ from torch.nn import functional
 
 from engine.attention.base import Selection
 from engine.attention.mla import MlaQueries
-from engine.attention.running import workspace_bytes
 from engine.attention.stream import BLOCK_TOKENS, select_topk, stream_gqa, stream_mla
 from engine.attention.view import BatchView, Decodes, view_batch
 from engine.batch import ForwardBatch
 from kernels.attention import gqa_rows, mla_rows
 from kernels.index_logits import index_logits_rows
+from kernels.streamed import workspace_bytes
 from kernels.topk import exact_topk
 from kvcache.pool import KVPool
 

@@ -1,8 +1,8 @@
 """The attention of one run of queries, fed with keys part by part in ascending position.
 
 Scores are kept within a fixed workspace by taking the queries in slices; the parts merge by
-log-sum-exp (Dao et al., FlashAttention, section 3.1), the index stage by a running top-k. Knows
-neither where keys come from nor who else computes.
+log-sum-exp, the index stage by a running top-k. Knows neither where keys come from nor who else
+computes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,10 @@ from torch.nn import functional
 
 from kernels.attention import Partial, attend, causal, merge
 from kernels.index_logits import index_logits
+from kernels.streamed import attend_causal, workspace_bytes
 from kernels.topk import exact_topk
 
-_WORKSPACE_BYTES: Final = {"cpu": 16 << 20, "cuda": 1 << 30}
 _SLICE_QUERIES: Final = 128  # small enough that causal work above the diagonal is skipped
-
-
-def workspace_bytes(device: torch.device) -> int:
-    """Of scores or gathered rows, at a time: what stays in a CPU's cache, or fills a GPU."""
-    return _WORKSPACE_BYTES[device.type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,71 +54,70 @@ class Positions:
         return causal(b - a, width, seen - first, self.stride, device) if width > 0 else None
 
 
-class RunningAttention:
-    """Softmax attention of one run; `add` each part of its keys, then `finish`."""
+class CausalRun:
+    """Softmax attention of one run whose queries see everything up to themselves; `add` each part
+    of the keys, then `finish`."""
 
     def __init__(
         self,
-        q: torch.Tensor,  # [G, num_queries · heads, D], query-major
-        heads: int,
+        q: torch.Tensor,  # [num_queries, num_heads, D]
         at: Positions,
-        chosen: torch.Tensor | None,  # int64 [num_queries, K] positions, -1 for none; None: all
+        scale: float,
+    ) -> None:
+        self._q = q
+        self._at = at
+        self._scale = scale
+        self._parts: Partial | None = None
+
+    def add(self, k: torch.Tensor, v: torch.Tensor, begin: int) -> None:
+        """Keys [L, num_kv_heads, D] and values [L, num_kv_heads, V] of the positions begin,
+        begin + 1, ..."""
+        first = self._at.start - begin
+        self._parts = attend_causal(self._q, k, v, first, self._at.stride, self._scale, self._parts)
+
+    def finish(self) -> torch.Tensor:
+        """[num_queries, num_heads, V] float32"""
+        assert self._parts is not None, "every query sees itself at least"
+        return self._parts.out
+
+
+class ChosenRun:
+    """Softmax attention of one run over the keys that its queries chose: all scores are computed
+    and masked. `add` each part of the keys, then `finish`."""
+
+    def __init__(
+        self,
+        q: torch.Tensor,  # [num_queries, num_heads, D]
+        at: Positions,
+        chosen: torch.Tensor,  # int64 [num_queries, K] positions, -1 for none
         scale: float,
         most_keys: int,  # of one part
     ) -> None:
         self._q = q
-        self._heads = heads
         self._at = at
         self._chosen = chosen
         self._scale = scale
-        self._slices = at.slices(q.shape[0] * heads * most_keys, q.device)
+        self._slices = at.slices(q.shape[1] * most_keys, q.device)
         self._parts: list[Partial | None] = [None] * len(self._slices)
 
     def add(self, k: torch.Tensor, v: torch.Tensor, begin: int) -> None:
-        """Keys [G, L, D] and values [G, L, V] of the positions begin, begin + 1, ..."""
+        """As CausalRun.add. Keys and values have as many heads as the queries, or one."""
+        keys, values = k.transpose(0, 1), v.transpose(0, 1)  # [G, L, ..]
+        groups = len(keys)
         for i, (a, b) in enumerate(self._slices):
-            visible = self._at.visible(b, begin, k.shape[1])
+            visible = self._at.visible(b, begin, len(k))
             if visible <= 0:
                 continue
-            mask = (
-                self._at.causal_tail(a, b, begin, visible, k.device)
-                if self._chosen is None
-                else _mask_of(self._chosen[a:b], begin, visible)
-            )
-            own = self._q[:, a * self._heads : b * self._heads]
-            part = attend(own, k[:, :visible], v[:, :visible], mask, self._scale)
+            mask = _mask_of(self._chosen[a:b], begin, visible)
+            own = self._q[a:b].reshape(b - a, groups, -1, k.shape[2]).transpose(0, 1).flatten(1, 2)
+            part = attend(own, keys[:, :visible], values[:, :visible], mask, self._scale)
             self._parts[i] = merge(self._parts[i], part)
 
     def finish(self) -> torch.Tensor:
-        """[G, num_queries · heads, V] float32"""
-        return torch.cat([part.out for part in self._parts if part is not None], dim=1)
-
-
-class GqaRun:
-    """One run of grouped-query attention; `add` each part of its context, then `finish`."""
-
-    def __init__(
-        self,
-        q: torch.Tensor,  # [num_queries, num_heads, head_dim]
-        num_kv: int,
-        at: Positions,
-        scale: float,
-        most_keys: int,  # of one part
-    ) -> None:
-        num_queries, num_heads, dim = q.shape
-        self._shape = (num_kv, num_queries, num_heads // num_kv, dim)
-        group = num_heads // num_kv
-        # [num_kv_heads, num_queries · group, head_dim]: one group of queries shares a kv head
-        grouped = q.view(num_queries, num_kv, group, dim).transpose(0, 1).flatten(1, 2)
-        self._running = RunningAttention(grouped, group, at, None, scale, most_keys)
-
-    def add(self, keys: torch.Tensor, values: torch.Tensor, begin: int) -> None:
-        """Keys and values [L, num_kv_heads, head_dim] of the positions begin, begin + 1, ..."""
-        self._running.add(keys.transpose(0, 1), values.transpose(0, 1), begin)
-
-    def finish(self) -> torch.Tensor:
-        """[num_queries, num_heads, head_dim]"""
-        return self._running.finish().view(self._shape).transpose(0, 1).flatten(1, 2)
+        """[num_queries, num_heads, V] float32"""
+        out = torch.cat([part.out for part in self._parts if part is not None], dim=1)
+        num, num_heads, _ = self._q.shape
+        return out.view(len(out), num, num_heads // len(out), -1).transpose(0, 1).flatten(1, 2)
 
 
 class RunningTopK:

@@ -9,9 +9,10 @@ from typing import Final, TypeAlias
 import torch
 
 from engine.attention.mla import MlaQueries, MlaRun, reads_chosen
-from engine.attention.running import GqaRun, Positions, RunningTopK, workspace_bytes
+from engine.attention.running import CausalRun, Positions, RunningTopK
 from engine.attention.view import Prefill
 from kernels.attention import mla_rows
+from kernels.streamed import workspace_bytes
 
 BLOCK_TOKENS: Final = 8192  # keys read at a time
 Rows: TypeAlias = torch.Tensor | slice
@@ -56,8 +57,7 @@ def stream_gqa(
     scale: float,
     block_tokens: int,
 ) -> torch.Tensor:  # [num_queries, num_heads, head_dim]
-    most_keys = min(block_tokens, prefill.context)
-    run = GqaRun(q, keys.shape[1], _positions(prefill), scale, most_keys)
+    run = CausalRun(q, _positions(prefill), scale)
     for begin, rows in _spans(prefill, block_tokens):
         run.add(keys[rows], values[rows], begin)
     return run.finish()

@@ -7,17 +7,23 @@ import functools
 
 import torch
 
-from kernels.attention import values_of
+from kernels.attention import Partial, values_of
 from kernels.gpu import causal, gqa, mla, mla_hopper
 from kernels.gpu.shares import MAX_QUERIES
 
 _WIDEST_LATENT = 1023  # what one program's accumulators hold
 _WIDEST_HEAD = 256
+_ALIGNMENT = 16  # bytes, of the copies to shared memory
 _EXPANDED_BYTES = 256 << 20  # of keys and values by head that exist at a time
 _FEW_QUERIES = 16  # of a prefill, so few that each reads the context for itself
 
 
-def declines(q: torch.Tensor, cache: torch.Tensor, latent_dim: int | None = None) -> str | None:
+def declines(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    latent_dim: int | None = None,
+    widths: tuple[int, ...] = (),  # of what is made of the cache's rows, by head
+) -> str | None:
     """Why a call is not for these kernels, in words; None: it is."""
     if q.dtype != cache.dtype:
         return f"queries are {q.dtype} and the cache {cache.dtype}; they must be equal"
@@ -25,6 +31,9 @@ def declines(q: torch.Tensor, cache: torch.Tensor, latent_dim: int | None = None
         return f"latents are {latent_dim} wide; at most {_WIDEST_LATENT} are taken"
     if latent_dim is None and q.shape[-1] > _WIDEST_HEAD:
         return f"heads are {q.shape[-1]} wide; at most {_WIDEST_HEAD} are taken"
+    for width in (*cache.stride()[:-1], *widths):
+        if width * cache.itemsize % _ALIGNMENT:
+            return f"rows lie {width * cache.itemsize} bytes apart, not a multiple of {_ALIGNMENT}"
     return None
 
 
@@ -149,6 +158,48 @@ def _expanded(
         part = causal.Keys(keys, values, ropes)
         causal.attend_causal(q, part, most, first, 1, scale, out, lse, merges=a > 0)
     return out.to(q.dtype)
+
+
+def attend_causal(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: int,
+    stride: int,
+    scale: float,
+    earlier: Partial | None,
+) -> Partial:
+    """As kernels.streamed.attend_causal."""
+    num, num_heads, _ = q.shape
+    part = earlier
+    if part is None:
+        out = torch.empty(num, num_heads, v.shape[2], dtype=torch.float32, device=q.device)
+        lse = torch.empty(num, num_heads, 1, dtype=torch.float32, device=q.device)
+        part = Partial(out, lse)
+    causal.attend_causal(
+        q, causal.Keys(k, v), len(k), first, stride, scale, part.out, part.lse, earlier is not None
+    )
+    return part
+
+
+def mla_rows_part(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    latent_dim: int,
+    scale: float,
+) -> Partial:
+    """As kernels.streamed.mla_rows_part."""
+    num, num_heads, _ = q.shape
+    out = torch.empty(num, num_heads, latent_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(num, num_heads, 1, dtype=torch.float32, device=q.device)
+    num_processors, capability = _card(q.device)
+    if capability == 9 and mla_hopper.takes(q, cache, latent_dim):
+        mla_hopper.mla_part(q, cache, rows, counts, scale, num_processors, out, lse)
+    else:
+        mla.mla_part(q, cache, rows, counts, latent_dim, scale, out, lse)
+    return Partial(out, lse)
 
 
 def _each_for_itself(

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -52,15 +53,14 @@ def _add(
                 s = tl.dot(q_rope, tl.trans(r), s, input_precision="ieee")
             else:
                 s = tl.dot(q_rope, tl.trans(r), input_precision="ieee")
-        s = s * scale
         if MASKED:
             seen = key[None, :] <= last[:, None]
             s = tl.where(seen & inside[None, :], s, -float("inf"))
-        higher = tl.maximum(highest, tl.max(s, axis=1))
+        higher = tl.maximum(highest, tl.max(s, axis=1) * scale)
         # A finite stand-in for the maximum of nothing: -inf less it is -inf, not NaN.
         base = tl.maximum(higher, -1e30) if MASKED else higher
         old = tl.exp2(highest - base)
-        p = tl.exp2(s - base[:, None])
+        p = tl.exp2(s * scale - base[:, None])
         total = total * old + tl.sum(p, axis=1)
         highest = higher
         acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
@@ -75,7 +75,7 @@ def _causal(
     values,  # [rows, num_kv, VALUE]
     pages,  # [P]
     out,  # [M, num_heads, VALUE]
-    lse,  # [M, num_heads] float32, base 2
+    lse,  # [M, num_heads] float32, natural
     q_query, q_head, key_row, key_head, rope_row, value_row, value_head,  # strides
     num_queries, num_keys, first, stride, group, scale,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
@@ -125,7 +125,7 @@ def _causal(
     target = out + place[:, None] * VALUE + dv[None, :]
     mask = live[:, None] & (dv < VALUE)[None, :]
     if MERGE:
-        before = tl.load(lse + place, mask=live, other=-float("inf"))
+        before = tl.load(lse + place, mask=live, other=-float("inf")) * LOG2_E
         base = tl.maximum(tl.maximum(before, found), -1e30)
         old = tl.exp2(before - base)
         new = tl.exp2(found - base)
@@ -135,7 +135,7 @@ def _causal(
         found = tl.where(old + new > 0, base + tl.log2(both), -float("inf"))
     tl.store(target, acc, mask=mask)
     if KEEP:
-        tl.store(lse + place, found, mask=live)
+        tl.store(lse + place, found * LN_2, mask=live)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def tiling_of(dim: int, dtype: torch.dtype) -> Tiling:
         return Tiling(32, 32, 8, 1)
     if 64 < dim <= 128:
         return Tiling(128, 64, 4, 3)
-    return Tiling(128, 64, 8, 3)
+    return Tiling(128, 64, 8, 4 if dim <= 192 else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def attend_causal(
     stride: int,
     scale: float,
     out: torch.Tensor,  # [M, num_heads, VALUE], contiguous
-    lse: torch.Tensor | None = None,  # [M, num_heads] float32, base 2; None: it is not kept
+    lse: torch.Tensor | None = None,  # [M, num_heads] float32; None: it is not kept
     merges: bool = False,  # out and lse hold an earlier part's result, which is kept
     tiling: Tiling | None = None,
 ) -> None:
@@ -190,7 +190,7 @@ def attend_causal(
         q if part.pages is None else part.pages, out, out if lse is None else lse,
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1),
         0 if ropes is None else ropes.stride(0), values.stride(0), values.stride(1),
-        num, num_keys, first, stride, num_heads // num_kv, scale * LOG2_E,
+        num, num_keys, first, stride, num_heads // num_kv, scale * LOG2_E.value,
         DIM=dim, DIM_PAD=_padded(dim), ROPE=width - dim, ROPE_PAD=_padded(width - dim),
         VALUE=value, VALUE_PAD=_padded(value),
         PAGE=0 if part.pages is None else part.page_size, MERGE=merges, KEEP=lse is not None,

@@ -39,11 +39,11 @@ def _attend(
         whole = inside[:, None] & (d < DIM)[None, :]
         k = tl.load(keys + row[:, None] * key_row + d[None, :], mask=whole, other=0.0)
         v = tl.load(values + row[:, None] * value_row + d[None, :], mask=whole, other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [BLOCK_H, BLOCK_N]
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_H, BLOCK_N]
         s = tl.where(inside[None, :], s, -float("inf"))
-        higher = tl.maximum(highest, tl.max(s, axis=1))
+        higher = tl.maximum(highest, tl.max(s, axis=1) * scale)
         old = tl.exp2(highest - higher)
-        p = tl.exp2(s - higher[:, None])
+        p = tl.exp2(s * scale - higher[:, None])
         total = total * old + tl.sum(p, axis=1)
         highest = higher
         acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
@@ -112,7 +112,7 @@ class Tiling:
 def tiling_of(dtype: torch.dtype) -> Tiling:
     if dtype == torch.float32:
         return Tiling(32, 4, 1, 2)
-    return Tiling(64, 4, 5, 3)
+    return Tiling(64, 4, 6, 3)
 
 
 def gqa_paged(

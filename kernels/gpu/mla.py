@@ -12,6 +12,7 @@ import triton.language as tl
 from kernels.gpu.shares import MAX_QUERIES, ends_of, item, merge
 
 LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -71,10 +72,10 @@ def _attend(
             )
             if Q_LATENT:
                 s = tl.dot(q2, tl.trans(k2), s, input_precision="ieee")
-        s = tl.where(inside[None, :], s * scale, -float("inf"))
-        higher = tl.maximum(highest, tl.max(s, axis=1))
+        s = tl.where(inside[None, :], s, -float("inf"))
+        higher = tl.maximum(highest, tl.max(s, axis=1) * scale)
         old = tl.exp2(highest - higher)
-        p = tl.exp2(s - higher[:, None])
+        p = tl.exp2(s * scale - higher[:, None])
         total = total * old + tl.sum(p, axis=1)
         highest = higher
         p = p.to(k1.dtype)
@@ -101,29 +102,37 @@ def _store(
 
 @triton.jit
 def _whole(
-    q, cache, index, counts, out,  # out [N, H, LATENT]
+    q, cache, index, counts,
+    out,  # [N, H, LATENT]
+    lse,  # [N, H] float32, natural, where KEEP
     q_query, q_head, cache_row, index_query,
     num_heads, scale,
     LATENT: tl.constexpr, LATENT_1: tl.constexpr, LATENT_2: tl.constexpr,
     ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, Q_LATENT: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     """A program a query and tile of heads."""
     tile = tl.program_id(0)
     n = tl.program_id(1)
     h = tile * BLOCK_H + tl.arange(0, BLOCK_H)
     end = tl.load(counts + n).to(tl.int32)
+    lse += n.to(tl.int64) * num_heads + h
     if end == 0:
+        if KEEP:
+            tl.store(lse, tl.full([BLOCK_H], -float("inf"), tl.float32), mask=h < num_heads)
         zero1 = tl.zeros([BLOCK_H, LATENT_1], tl.float32)
         zero2 = tl.zeros([BLOCK_H, LATENT_2], tl.float32)
         _store(out, n, h, zero1, zero2, num_heads, LATENT, LATENT_1, LATENT_2)
     else:
-        acc1, acc2, _ = _attend(
+        acc1, acc2, found = _attend(
             q, cache, index, n, tile, 0, end, q_query, q_head, cache_row, index_query, num_heads,
             scale, LATENT, LATENT_1, LATENT_2, ROPE, ROPE_PAD, Q_LATENT, PAGE, BLOCK_H, BLOCK_N,
             STAGES,
         )  # fmt: skip
         _store(out, n, h, acc1, acc2, num_heads, LATENT, LATENT_1, LATENT_2)
+        if KEEP:
+            tl.store(lse, found * LN_2, mask=h < num_heads)
 
 
 @triton.jit
@@ -196,43 +205,68 @@ def mla_latents(
     tiling: Tiling | None = None,
 ) -> torch.Tensor:  # [N, H, LATENT] in q's dtype
     """The weighted latents of each query over its rows or pages."""
-    num, num_heads, width = q.shape
-    if q.stride(-1) != 1:
-        q = q.contiguous()
-    rope = cache.shape[1] - latent_dim
-    latent_1 = 1 << (latent_dim.bit_length() - 1)
+    num, num_heads, _ = q.shape
+    q = q if q.stride(-1) == 1 else q.contiguous()
     t = tiling or tiling_of(num_heads, q.dtype)
-    out = q.new_empty(num, num_heads, latent_dim)
+    out = torch.empty(num, num_heads, latent_dim, dtype=q.dtype, device=q.device)
     tiles = triton.cdiv(num_heads, t.block_h)
     strides = (q.stride(0), q.stride(1), cache.stride(0), index.stride(0))
-    sizes = {
+    sizes = _sizes(q, cache, latent_dim, t) | {"PAGE": page_size}
+    scale *= LOG2_E
+    num_programs = num_processors * t.per_processor
+    if num * tiles >= 4 * num_programs or num > MAX_QUERIES:
+        _whole[(tiles, num)](
+            q, cache, index, counts, out, out, *strides, num_heads, scale, **sizes, KEEP=False
+        )
+        return out
+    programs = max(1, num_programs // tiles)
+    slots = programs + num
+    part_out = torch.empty(slots, num_heads, latent_dim, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(slots, num_heads, dtype=torch.float32, device=q.device)
+    _shared[(tiles, programs)](
+        q, cache, index, counts, out, part_out, part_lse, *strides, num, num_heads, scale,
+        **sizes, QUERIES=triton.next_power_of_2(num),
+    )  # fmt: skip
+    merge(part_out, part_lse, counts, out, programs, t.block_n)
+    return out
+
+
+def mla_part(
+    q: torch.Tensor,  # as for mla_latents
+    cache: torch.Tensor,
+    rows: torch.Tensor,  # [N, K]
+    counts: torch.Tensor,
+    latent_dim: int,
+    scale: float,
+    out: torch.Tensor,  # [N, H, LATENT] float32, contiguous: is written
+    lse: torch.Tensor,  # [N, H, 1] float32, contiguous: is written, natural
+) -> None:
+    """The same for a part of the rows, with what it takes to merge it with other parts."""
+    num, num_heads, _ = q.shape
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    t = tiling_of(num_heads, q.dtype)
+    _whole[(triton.cdiv(num_heads, t.block_h), num)](
+        q, cache, rows, counts, out, lse, q.stride(0), q.stride(1), cache.stride(0),
+        rows.stride(0), num_heads, scale * LOG2_E, **_sizes(q, cache, latent_dim, t), PAGE=0,
+        KEEP=True,
+    )  # fmt: skip
+
+
+def _sizes(q: torch.Tensor, cache: torch.Tensor, latent_dim: int, t: Tiling) -> dict[str, int]:
+    """What the kernels are compiled for."""
+    rope = cache.shape[1] - latent_dim
+    latent_1 = 1 << (latent_dim.bit_length() - 1)
+    rest = latent_dim - latent_1
+    return {
         "LATENT": latent_dim,
         "LATENT_1": latent_1,
-        "LATENT_2": triton.next_power_of_2(max(1, latent_dim - latent_1)),
+        "LATENT_2": max(16, triton.next_power_of_2(rest)) if rest else 1,
         "ROPE": rope,
         "ROPE_PAD": max(16, triton.next_power_of_2(rope)),
-        "Q_LATENT": width > rope,
-        "PAGE": page_size,
+        "Q_LATENT": q.shape[2] > rope,
         "BLOCK_H": t.block_h,
         "BLOCK_N": t.block_n,
         "STAGES": t.stages,
         "num_warps": t.warps,
         "num_stages": t.stages,
     }
-    num_programs = num_processors * t.per_processor
-    if num * tiles >= 4 * num_programs or num > MAX_QUERIES:
-        _whole[(tiles, num)](
-            q, cache, index, counts, out, *strides, num_heads, scale * LOG2_E, **sizes
-        )
-        return out
-    programs = max(1, num_programs // tiles)
-    part_out = torch.empty(
-        programs + num, num_heads, latent_dim, dtype=torch.float32, device=q.device
-    )
-    part_lse = torch.empty(programs + num, num_heads, dtype=torch.float32, device=q.device)
-    _shared[(tiles, programs)](
-        q, cache, index, counts, out, part_out, part_lse, *strides, num, num_heads,
-        scale * LOG2_E, **sizes, QUERIES=triton.next_power_of_2(num),
-    )  # fmt: skip
-    merge(part_out, part_lse, counts, out, programs, t.block_n)
-    return out

@@ -2,9 +2,9 @@
 of which one gathers rows while two compute. The specification is kernels.attention; kernels.gpu.mla
 takes what this does not.
 
-A program has 64 heads of one query and keys in pairs of blocks of 64. Each computing group scores
-one block of a pair, then weighs its half of the latent columns of both. A block's rope keys are
-not needed once it is scored: the group's weights go there, for the other group to read.
+An item is 64 heads of one query; its keys come in pairs of blocks of 64. Each computing group
+scores one block of a pair, then weighs its half of the latent columns of both. A block's rope keys
+are not needed once it is scored: the group's weights go there, for the other group to read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.gpu.shares import merge_pieces
 
 LOG2_E = 1.4426950408889634
-# Barriers, by first index; two of each kind but the first: one a block of the pair.
+LN_2 = 0.6931471805599453
+# Barriers, by first index; those of a block are two, one for each block of a pair.
 Q_READY = gl.constexpr(0)
 LEFT_READY = gl.constexpr(1)
 RIGHT_READY = gl.constexpr(3)
@@ -32,7 +33,23 @@ LEFT_FREE = gl.constexpr(5)
 RIGHT_FREE = gl.constexpr(7)
 PEAK_READY = gl.constexpr(9)
 WEIGHTS_READY = gl.constexpr(11)
-NUM_BARRIERS = gl.constexpr(13)
+TOTAL_READY = gl.constexpr(13)
+Q_FREE = gl.constexpr(15)
+NUM_BARRIERS = gl.constexpr(16)
+
+
+@gluon.jit
+def _item(item, counts, num_heads, pieces):
+    """(query, first head, live heads, piece, keys [begin, end)) of one item of the work."""
+    tiles = (num_heads + 63) // 64
+    n = item // (tiles * pieces)
+    piece = item // tiles % pieces
+    head = item % tiles * 64
+    count = gl.load(counts + n).to(gl.int32)
+    blocks = (count + 127) // 128
+    begin = blocks * piece // pieces * 128
+    end = gl.minimum(blocks * (piece + 1) // pieces * 128, count)
+    return n, head, gl.minimum(num_heads - head, 64), piece, begin, end
 
 
 @gluon.jit
@@ -47,72 +64,95 @@ def _row(index, key, PAGE: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    q, cache, index, first_key, end_key, num_live, q_head, cache_row,
+    q, cache, index, counts, q_query, q_head, cache_row, index_query, num_heads, items, pieces,
     q_left, q_right, q_rope, left, right, rope, bars,
     PAGE: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    by_row: gl.constexpr = gl.SliceLayout(1, layout)
     by_column: gl.constexpr = gl.SliceLayout(0, layout)
     wide = gl.arange(0, 256, layout=by_column)[None, :]
     narrow = gl.arange(0, 64, layout=by_column)[None, :]
-    lane = gl.arange(0, 64, layout=by_row)
-    head = gl.minimum(lane, num_live - 1)
-    at = q + head[:, None] * q_head
-    async_copy.async_copy_global_to_shared(q_left, at + wide)
-    async_copy.async_copy_global_to_shared(q_right, at + 256 + wide)
-    async_copy.async_copy_global_to_shared(q_rope, at + 512 + narrow)
-    async_copy.mbarrier_arrive(bars.index(Q_READY), increment_count=False)
-    pairs = (end_key - first_key + 127) // 128
-    # Keys past the end are read as the last one, and never counted. Rows are looked up a pair
-    # ahead; halves are filled in the order in which the computing groups leave them.
-    last = end_key - 1
-    row0 = _row(index, gl.minimum(first_key + lane, last), PAGE)
-    row1 = _row(index, gl.minimum(first_key + 64 + lane, last), PAGE)
-    for t in range(pairs):
-        phase = (t & 1) ^ 1
-        place0 = cache + (row0 * cache_row)[:, None]
-        place1 = cache + (row1 * cache_row)[:, None]
-        row0 = _row(index, gl.minimum(first_key + (2 * t + 2) * 64 + lane, last), PAGE)
-        row1 = _row(index, gl.minimum(first_key + (2 * t + 3) * 64 + lane, last), PAGE)
-        mbarrier.wait(bars.index(LEFT_FREE), phase)
-        async_copy.async_copy_global_to_shared(left.index(0), place0 + wide)
-        async_copy.mbarrier_arrive(bars.index(LEFT_READY), increment_count=False)
-        mbarrier.wait(bars.index(RIGHT_FREE + 1), phase)
-        async_copy.async_copy_global_to_shared(right.index(1), place1 + 256 + wide)
-        async_copy.mbarrier_arrive(bars.index(RIGHT_READY + 1), increment_count=False)
-        mbarrier.wait(bars.index(RIGHT_FREE), phase)
-        async_copy.async_copy_global_to_shared(right.index(0), place0 + 256 + wide)
-        async_copy.async_copy_global_to_shared(rope.index(0), place0 + 512 + narrow)
-        async_copy.mbarrier_arrive(bars.index(RIGHT_READY), increment_count=False)
-        mbarrier.wait(bars.index(LEFT_FREE + 1), phase)
-        async_copy.async_copy_global_to_shared(left.index(1), place1 + wide)
-        async_copy.async_copy_global_to_shared(rope.index(1), place1 + 512 + narrow)
-        async_copy.mbarrier_arrive(bars.index(LEFT_READY + 1), increment_count=False)
+    lane = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    pairs_done = 0
+    items_done = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n, head, live, _, begin, end = _item(item, counts, num_heads, pieces)
+        # Keys past the end are read as the last one, and never counted. Rows are looked up a pair
+        # ahead; halves are filled in the order in which the computing groups leave them.
+        own = index + n.to(gl.int64) * index_query
+        last = end - 1
+        pairs = (end - begin + 127) // 128
+        if pairs > 0:
+            row0 = _row(own, gl.minimum(begin + lane, last), PAGE)
+            row1 = _row(own, gl.minimum(begin + 64 + lane, last), PAGE)
+            h = head + gl.minimum(lane, live - 1)
+            at = q + n.to(gl.int64) * q_query + (h * q_head)[:, None]
+            mbarrier.wait(bars.index(Q_FREE), (items_done & 1) ^ 1)
+            async_copy.async_copy_global_to_shared(q_left.index(0), at + wide)
+            async_copy.async_copy_global_to_shared(q_right.index(0), at + 256 + wide)
+            async_copy.async_copy_global_to_shared(q_rope.index(0), at + 512 + narrow)
+            async_copy.mbarrier_arrive(bars.index(Q_READY), increment_count=False)
+            for t in range(pairs):
+                phase = ((pairs_done + t) & 1) ^ 1
+                place0 = cache + (row0 * cache_row)[:, None]
+                place1 = cache + (row1 * cache_row)[:, None]
+                row0 = _row(own, gl.minimum(begin + (2 * t + 2) * 64 + lane, last), PAGE)
+                row1 = _row(own, gl.minimum(begin + (2 * t + 3) * 64 + lane, last), PAGE)
+                mbarrier.wait(bars.index(LEFT_FREE), phase)
+                async_copy.async_copy_global_to_shared(left.index(0), place0 + wide)
+                async_copy.mbarrier_arrive(bars.index(LEFT_READY), increment_count=False)
+                mbarrier.wait(bars.index(RIGHT_FREE + 1), phase)
+                async_copy.async_copy_global_to_shared(right.index(1), place1 + 256 + wide)
+                async_copy.mbarrier_arrive(bars.index(RIGHT_READY + 1), increment_count=False)
+                mbarrier.wait(bars.index(RIGHT_FREE), phase)
+                async_copy.async_copy_global_to_shared(right.index(0), place0 + 256 + wide)
+                async_copy.async_copy_global_to_shared(rope.index(0), place0 + 512 + narrow)
+                async_copy.mbarrier_arrive(bars.index(RIGHT_READY), increment_count=False)
+                mbarrier.wait(bars.index(LEFT_FREE + 1), phase)
+                async_copy.async_copy_global_to_shared(left.index(1), place1 + wide)
+                async_copy.async_copy_global_to_shared(rope.index(1), place1 + 512 + narrow)
+                async_copy.mbarrier_arrive(bars.index(LEFT_READY + 1), increment_count=False)
+            pairs_done += pairs
+            items_done += 1
     async_copy.wait_group(0)
 
 
 @gluon.jit
-def _score(t, q_left, q_right, q_rope, left, right, rope, bars, J: gl.constexpr):
-    """[64 heads, 64 keys] of block J of pair t, unscaled."""
+def _score(phase, none, q_left, q_right, q_rope, left, right, rope, bars, J: gl.constexpr):
+    """[64 heads, 64 keys] of block J of a pair, unscaled."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    phase = t & 1
     s = gl.zeros([64, 64], gl.float32, layout)
     if J == 0:
         mbarrier.wait(bars.index(LEFT_READY + J), phase)
         fence_async_shared()
-        s = warpgroup_mma(q_left, left.index(J).permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma(
+            q_left.index(none),
+            left.index(J + none).permute((1, 0)),
+            s,
+            use_acc=False,
+            is_async=True,
+        )
         mbarrier.wait(bars.index(RIGHT_READY + J), phase)
         fence_async_shared()
-        s = warpgroup_mma(q_right, right.index(J).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(
+            q_right.index(none), right.index(J + none).permute((1, 0)), s, is_async=True
+        )
     else:
         mbarrier.wait(bars.index(RIGHT_READY + J), phase)
         fence_async_shared()
-        s = warpgroup_mma(q_right, right.index(J).permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma(
+            q_right.index(none),
+            right.index(J + none).permute((1, 0)),
+            s,
+            use_acc=False,
+            is_async=True,
+        )
         mbarrier.wait(bars.index(LEFT_READY + J), phase)
         fence_async_shared()
-        s = warpgroup_mma(q_left, left.index(J).permute((1, 0)), s, is_async=True)
-    s = warpgroup_mma(q_rope, rope.index(J).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(
+            q_left.index(none), left.index(J + none).permute((1, 0)), s, is_async=True
+        )
+    s = warpgroup_mma(q_rope.index(none), rope.index(J + none).permute((1, 0)), s, is_async=True)
     return warpgroup_mma_wait(0, deps=[s])
 
 
@@ -124,31 +164,31 @@ def _arrive(bars, i: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
-    first_key, end_key, scale,
+def _weigh(
+    length, scale, pairs_done,
     q_left, q_right, q_rope, left, right, rope, peaks, bars,
-    out, lse, num_live,
-    J: gl.constexpr, PARTIAL: gl.constexpr,
+    J: gl.constexpr,
 ):  # fmt: skip
+    """(weighted latent columns of this group [64, 256], its share of the weights' sum [64], the
+    peak of all scores [64], base 2) over an item's keys."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
-    lowest = gl.full([64], -float("inf"), gl.float32, row)
-    peak = lowest  # of both groups' scores so far, scaled
+    peak = gl.full([64], -float("inf"), gl.float32, row)
     total = gl.zeros([64], gl.float32, row)
     o = gl.zeros([64, 256], gl.float32, o_layout)
-    length = end_key - first_key
-    pairs = (length + 127) // 128
     # Whose latent columns this group weighs, and what it frees them by.
     values = left if J == 0 else right
     free: gl.constexpr = LEFT_FREE if J == 0 else RIGHT_FREE
-    mbarrier.wait(bars.index(Q_READY), 0)
-    for t in range(pairs):
-        phase = t & 1
-        s = _score(t, q_left, q_right, q_rope, left, right, rope, bars, J)
+    for t in range((length + 127) // 128):
+        phase = (pairs_done + t) & 1
+        # Always 0, which the compiler cannot know: it would keep every address of the shared memory
+        # that is read below in a register from before the loop, and has not that many.
+        none = t >> 30
+        s = _score(phase, none, q_left, q_right, q_rope, left, right, rope, bars, J)
         begin = (2 * t + J) * 64
         if begin + 64 > length:
             s = gl.where((begin + column < length)[None, :], s, -float("inf"))
@@ -163,7 +203,7 @@ def _consume(
             weights = p.to(q_left.dtype)
             o = o * gl.convert_layout(old, o_row)[:, None]
             o = warpgroup_mma(
-                gl.convert_layout(weights, a_layout), values.index(0), o, is_async=True
+                gl.convert_layout(weights, a_layout), values.index(none), o, is_async=True
             )
             mbarrier.wait(bars.index(PEAK_READY + 1), phase)
             peak = peaks.index(1).load(row)
@@ -178,7 +218,7 @@ def _consume(
             o = o * gl.convert_layout(down, o_row)[:, None]
             mbarrier.wait(bars.index(WEIGHTS_READY + 1), phase)
             fence_async_shared()
-            o = warpgroup_mma(rope.index(1), values.index(1), o, is_async=True)
+            o = warpgroup_mma(rope.index(1 + none), values.index(1 + none), o, is_async=True)
             o = warpgroup_mma_wait(0, deps=[o])
             _arrive(bars, free + 1)
         else:
@@ -195,30 +235,65 @@ def _consume(
             _arrive(bars, WEIGHTS_READY + 1)
             o = o * gl.convert_layout(old, o_row)[:, None]
             o = warpgroup_mma(
-                gl.convert_layout(weights, a_layout), values.index(1), o, is_async=True
+                gl.convert_layout(weights, a_layout), values.index(1 + none), o, is_async=True
             )
             total = total * old + gl.sum(p, axis=1)
             mbarrier.wait(bars.index(WEIGHTS_READY), phase)
             fence_async_shared()
-            o = warpgroup_mma(rope.index(0), values.index(0), o, is_async=True)
+            o = warpgroup_mma(rope.index(none), values.index(none), o, is_async=True)
             o = warpgroup_mma_wait(1, deps=[o])
             _arrive(bars, free + 1)
             o = warpgroup_mma_wait(0, deps=[o])
             _arrive(bars, free)
-    # Both groups' totals are on the same scale now: that of the last pair's peak.
-    phase = pairs & 1
-    peaks.index(J).store(total)
-    _arrive(bars, PEAK_READY + J)
-    mbarrier.wait(bars.index(PEAK_READY + 1 - J), phase)
-    total += peaks.index(1 - J).load(row)
-    o = o / gl.convert_layout(total, o_row)[:, None]
-    head = gl.arange(0, 64, layout=o_row)
-    column = gl.arange(0, 256, gl.SliceLayout(0, o_layout))
-    at = head[:, None] * 512 + J * 256 + column[None, :]
-    gl.store(out + at, o.to(out.dtype.element_ty), mask=(head < num_live)[:, None])
-    if PARTIAL and J == 0:
-        head = gl.arange(0, 64, layout=row)
-        gl.store(lse + head, peak + gl.log2(total), mask=head < num_live)
+    return o, total, peak
+
+
+@gluon.jit
+def _consume(
+    counts, out, lse, num_queries, num_heads, items, pieces, scale,
+    q_left, q_right, q_rope, left, right, rope, peaks, totals, bars,
+    J: gl.constexpr, PARTIAL: gl.constexpr,
+):  # fmt: skip
+    row: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
+    pairs_done = 0
+    items_done = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        n, head, live, piece, begin, end = _item(item, counts, num_heads, pieces)
+        slot = (piece * num_queries + n).to(gl.int64) * num_heads + head
+        if begin < end:
+            mbarrier.wait(bars.index(Q_READY), items_done & 1)
+            o, total, peak = _weigh(
+                end - begin, scale, pairs_done, q_left, q_right, q_rope, left, right, rope, peaks,
+                bars, J,
+            )  # fmt: skip
+            _arrive(bars, Q_FREE)
+            # The groups' sums are on one scale: that of the last pair's peak.
+            totals.index(J).store(total)
+            _arrive(bars, TOTAL_READY + J)
+            mbarrier.wait(bars.index(TOTAL_READY + 1 - J), items_done & 1)
+            total += totals.index(1 - J).load(row)
+            o = o / gl.convert_layout(total, o_row)[:, None]
+            lane = gl.arange(0, 64, layout=o_row)
+            column = J * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, o_layout))
+            at = out + slot * 512 + lane[:, None] * 512 + column[None, :]
+            gl.store(at, o.to(out.dtype.element_ty), mask=(lane < live)[:, None])
+            if PARTIAL and J == 0:
+                h = gl.arange(0, 64, layout=row)
+                gl.store(lse + slot + h, peak + gl.log2(total), mask=h < live)
+            pairs_done += (end - begin + 127) // 128
+            items_done += 1
+        elif pieces == 1:  # a query without keys; else the merge sees to it
+            lane = gl.arange(0, 64, layout=o_row)
+            column = J * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, o_layout))
+            at = out + slot * 512 + lane[:, None] * 512 + column[None, :]
+            zero = gl.zeros([64, 256], out.dtype.element_ty, o_layout)
+            gl.store(at, zero, mask=(lane < live)[:, None])
+            if PARTIAL and J == 0:
+                h = gl.arange(0, 64, layout=row)
+                nothing = gl.full([64], -float("inf"), gl.float32, row)
+                gl.store(lse + slot + h, nothing, mask=h < live)
 
 
 @gluon.jit
@@ -230,69 +305,52 @@ def _attend(
     out,  # [N, H, 512], or float32 [pieces, N, H, 512] where PARTIAL
     lse,  # float32 [pieces, N, H]
     q_query, q_head, cache_row, index_query,  # strides
-    num_heads, scale,
+    num_queries, num_heads, items, pieces, scale,
     PAGE: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
+    """A program a share of the items (query, piece, tile of heads)."""
     dtype: gl.constexpr = q.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], dtype)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tile = gl.program_id(0)
-    piece = gl.program_id(1)
-    n = gl.program_id(2)
-    count = gl.load(counts + n).to(gl.int32)
-    blocks = (count + 127) // 128
-    pieces = gl.num_programs(1)
-    first_key = blocks * piece // pieces * 128
-    end_key = gl.minimum(blocks * (piece + 1) // pieces * 128, count)
-    num_live = gl.minimum(num_heads - tile * 64, 64)
-    slot = (piece * gl.num_programs(2) + n).to(gl.int64) * num_heads + tile * 64
-    out += slot * 512
-    lse += slot
-    if first_key < end_key:
-        q_left = gl.allocate_shared_memory(dtype, [64, 256], wide)
-        q_right = gl.allocate_shared_memory(dtype, [64, 256], wide)
-        q_rope = gl.allocate_shared_memory(dtype, [64, 64], narrow)
-        left = gl.allocate_shared_memory(dtype, [2, 64, 256], wide)
-        right = gl.allocate_shared_memory(dtype, [2, 64, 256], wide)
-        rope = gl.allocate_shared_memory(dtype, [2, 64, 64], narrow)
-        peaks = gl.allocate_shared_memory(gl.float32, [2, 64], plain)
-        bars = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(5):  # arrivals of each thread's copies
-            mbarrier.init(bars.index(i), count=128)
-        for i in gl.static_range(5, 13):
-            mbarrier.init(bars.index(i), count=1)
-        q += n.to(gl.int64) * q_query + tile * 64 * q_head
-        index += n.to(gl.int64) * index_query
-        gl.warp_specialize(
-            [
-                (_consume, (
-                    first_key, end_key, scale, q_left, q_right, q_rope, left, right, rope, peaks,
-                    bars, out, lse, num_live, 0, PARTIAL,
-                )),
-                (_consume, (
-                    first_key, end_key, scale, q_left, q_right, q_rope, left, right, rope, peaks,
-                    bars, out, lse, num_live, 1, PARTIAL,
-                )),
-                (_produce, (
-                    q, cache, index, first_key, end_key, num_live, q_head, cache_row,
-                    q_left, q_right, q_rope, left, right, rope, bars, PAGE,
-                )),
-            ],
-            [4, 4],
-            [216, 72],
-        )  # fmt: skip
-    elif not PARTIAL:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-        head = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]
-        at = head * 512 + gl.arange(0, 512, layout=gl.SliceLayout(0, layout))[None, :]
-        zero = gl.zeros([64, 512], gl.float32, layout).to(out.dtype.element_ty)
-        gl.store(out + at, zero, mask=head < num_live)
+    q_left = gl.allocate_shared_memory(dtype, [1, 64, 256], wide)
+    q_right = gl.allocate_shared_memory(dtype, [1, 64, 256], wide)
+    q_rope = gl.allocate_shared_memory(dtype, [1, 64, 64], narrow)
+    left = gl.allocate_shared_memory(dtype, [2, 64, 256], wide)
+    right = gl.allocate_shared_memory(dtype, [2, 64, 256], wide)
+    rope = gl.allocate_shared_memory(dtype, [2, 64, 64], narrow)
+    peaks = gl.allocate_shared_memory(gl.float32, [2, 64], plain)
+    totals = gl.allocate_shared_memory(gl.float32, [2, 64], plain)
+    bars = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(LEFT_FREE):  # these count the arrivals of each thread's copies
+        mbarrier.init(bars.index(i), count=128)
+    for i in gl.static_range(LEFT_FREE, Q_FREE):
+        mbarrier.init(bars.index(i), count=1)
+    mbarrier.init(bars.index(Q_FREE), count=2)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                counts, out, lse, num_queries, num_heads, items, pieces, scale,
+                q_left, q_right, q_rope, left, right, rope, peaks, totals, bars, 0, PARTIAL,
+            )),
+            (_consume, (
+                counts, out, lse, num_queries, num_heads, items, pieces, scale,
+                q_left, q_right, q_rope, left, right, rope, peaks, totals, bars, 1, PARTIAL,
+            )),
+            (_produce, (
+                q, cache, index, counts, q_query, q_head, cache_row, index_query, num_heads,
+                items, pieces, q_left, q_right, q_rope, left, right, rope, bars, PAGE,
+            )),
+        ],
+        [4, 4],
+        [216, 72],
+    )  # fmt: skip
 
 
 def takes(q: torch.Tensor, cache: torch.Tensor, latent_dim: int) -> bool:
-    """Whether a call has this file's geometry, and enough heads to fill its tiles."""
-    fits = latent_dim == 512 and q.shape[2] == cache.shape[1] == 576 and q.shape[1] > 32
+    """Whether a call has this file's geometry. Few heads do not fill its tiles, but reading the
+    rows takes longer than what is computed in vain."""
+    fits = latent_dim == 512 and q.shape[2] == cache.shape[1] == 576
     return fits and q.dtype in (torch.bfloat16, torch.float16) and q.stride(2) == 1
 
 
@@ -307,25 +365,54 @@ def mla_latents(
     pieces: int | None = None,
 ) -> torch.Tensor:  # [N, H, 512] in q's dtype
     num, num_heads, _ = q.shape
-    out = q.new_empty(num, num_heads, 512)
+    out = torch.empty(num, num_heads, 512, dtype=q.dtype, device=q.device)
     tiles = triton.cdiv(num_heads, 64)
     if pieces is None:
         most = triton.cdiv(index.shape[1] * max(page_size, 1), 128)
         pieces = max(1, min(most, num_processors // (tiles * num)))
-    strides = (q.stride(0), q.stride(1), cache.stride(0), index.stride(0))
-    scale *= LOG2_E
-    grid = (tiles, pieces, num)
+    shared = (q, cache, index, counts, page_size, scale, num_processors, pieces)
     if pieces == 1:
-        _attend[grid](
-            q, cache, index, counts, out, out, *strides, num_heads, scale, page_size, False,
-            num_warps=4,
-        )  # fmt: skip
+        _launch(*shared, out, out, False)
         return out
     part_out = torch.empty(pieces, num, num_heads, 512, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(pieces, num, num_heads, dtype=torch.float32, device=q.device)
-    _attend[grid](
-        q, cache, index, counts, part_out, part_lse, *strides, num_heads, scale, page_size, True,
-        num_warps=4,
-    )  # fmt: skip
+    _launch(*shared, part_out, part_lse, True)
     merge_pieces(part_out, part_lse, counts, out, 128)
     return out
+
+
+def mla_part(
+    q: torch.Tensor,  # as for mla_latents
+    cache: torch.Tensor,
+    rows: torch.Tensor,  # [N, K]
+    counts: torch.Tensor,
+    scale: float,
+    num_processors: int,
+    out: torch.Tensor,  # [N, H, 512] float32, contiguous: is written
+    lse: torch.Tensor,  # [N, H, 1] float32, contiguous: is written, natural
+) -> None:
+    """The same for a part of the rows, with what it takes to merge it with other parts."""
+    _launch(q, cache, rows, counts, 0, scale, num_processors, 1, out, lse, True)
+    lse.mul_(LN_2)
+
+
+def _launch(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    page_size: int,
+    scale: float,
+    num_processors: int,
+    pieces: int,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    is_partial: bool,
+) -> None:
+    num, num_heads, _ = q.shape
+    items = triton.cdiv(num_heads, 64) * pieces * num
+    _attend[(min(items, num_processors),)](
+        q, cache, index, counts, out, lse, q.stride(0), q.stride(1), cache.stride(0),
+        index.stride(0), num, num_heads, items, pieces, scale * LOG2_E, page_size, is_partial,
+        num_warps=4,
+    )  # fmt: skip

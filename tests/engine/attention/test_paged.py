@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-import engine.attention.running as running
+import kernels.streamed as streamed
 from engine.attention.paged import PagedAttention
 from engine.attention.tables import TableAttention
 from engine.batch import ForwardBatch
@@ -171,7 +171,7 @@ def test_any_workspace_will_do(
 ) -> None:
     """A workspace of a few bytes: one query, one decode at a time."""
     torch.manual_seed(13)
-    monkeypatch.setitem(running._WORKSPACE_BYTES, "cpu", 1)
+    monkeypatch.setitem(streamed._WORKSPACE_BYTES, "cpu", 1)
     data = MlaData.random(work, NOPE)
     assert (data.run(16, topk) - data.expected(topk)).abs().max() < 1e-4
 

@@ -62,7 +62,7 @@ def check(found: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "latent", "rope", "has_latent_part"),
-    [(3, 32, 16, True), (18, 40, 12, False)],
+    [(3, 32, 16, True), (18, 40, 24, False)],
 )
 @pytest.mark.parametrize(
     ("num_processors", "by_page"), [(1, True), (6, False)], ids=["whole pages", "shared rows"]
@@ -99,7 +99,7 @@ def test_mla_reads_its_own_rows(
         check(found[n], softmaxed(q[n], own[:, -width:], own[:, :latent], 0.2), dtype)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(17, 1, 64), (4, 2, 12)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(17, 1, 64), (4, 2, 24)])
 def test_gqa_reads_its_own_pages(
     heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -121,7 +121,7 @@ def test_gqa_reads_its_own_pages(
 
 
 @pytest.mark.parametrize(("start", "num"), [(0, 37), (70, 33), (60, 2)])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 1, 12)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 1, 24)])
 def test_gqa_prefill(
     start: int,
     num: int,
@@ -147,7 +147,7 @@ def test_gqa_prefill(
 
 
 @pytest.mark.parametrize(("start", "num"), [(0, 37), (60, 21), (90, 1)])
-@pytest.mark.parametrize("nope", [20, 0])
+@pytest.mark.parametrize("nope", [24, 0])
 def test_mla_prefill(
     start: int,
     num: int,
@@ -198,7 +198,7 @@ def test_parts_merge_and_queries_may_be_strided(dtype: torch.dtype, device: torc
         for h in range(4):
             scores = keys[:seen, h // 2].double() @ q[i, h].double() * 0.3
             check(out[i, h], scores.softmax(0) @ values[:seen, h // 2].double(), dtype)
-            assert abs(float(lse[i, h]) - float(scores.logsumexp(0)) * 1.442695) < 1e-2
+            assert abs(float(lse[i, h]) - float(scores.logsumexp(0))) < 1e-3
 
 
 def test_what_is_declined(device: torch.device) -> None:
@@ -207,3 +207,5 @@ def test_what_is_declined(device: torch.device) -> None:
     assert "bfloat16" in (gpu.declines(q, cache.bfloat16(), 260) or "")
     assert "2048" in (gpu.declines(q, cache, 2048) or "")
     assert "300" in (gpu.declines(q, cache) or "")
+    assert "36 bytes" in (gpu.declines(q[..., :64], torch.zeros(4, 9, device=device), 8) or "")
+    assert "40 bytes" in (gpu.declines(q, cache, 260, (64, 10)) or "")
