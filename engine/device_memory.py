@@ -11,13 +11,13 @@ from typing import Final
 import torch
 
 from engine.attention.local import local_attention
-from engine.attention.running import workspace_bytes
 from engine.batch import ForwardBatch
 from engine.capacity import Capacity, CapacityError
 from engine.config import WorkerConfig
 from engine.model.base import Model
 from engine.sampler import SamplingState, sample
 from engine.types import SamplingParams
+from kernels.streamed import workspace_bytes
 from kvcache.pool import KVPool
 
 log = logging.getLogger("plait.memory")
