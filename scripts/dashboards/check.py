@@ -177,6 +177,7 @@ def main() -> int:
             start_s = time.time()
             alerts = go_wrong(served, monitors)
             end_s = time.time()
+            log.print(f"{trouble.NUM_ODD} odd names")
             before, after = with_odd_names(served, monitors)
             empty = report(monitors, start_s, end_s)
             if args.picture:

@@ -151,7 +151,7 @@ def odd_names(served: Served) -> None:
                 body = {"model": f"model-{number}", "prompt": "x", "user": f"user-{number}"}
                 await http.post(COMPLETIONS, json=body, headers=headers)
             case _:
-                body = {"model": served.model, "prompt": "x", f"field-{number}": 1}
+                body = {"model": served.model, "messages": "none", f"field-{number}": 1}
                 await http.post(f"/v1/chat/completions?q={number}", json=body, headers=headers)
 
     async def ask_all() -> None:
