@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
@@ -16,25 +14,12 @@ from server.client import EngineClient
 from server.config import ServeConfig
 from server.metrics import CONTENT_TYPE
 from server.middleware import BodyLimit, KeyGuard, LastAnswer, RequestId
-from server.openai import chat, completions, errors, models, tokenize
+from server.openai import chat, completions, document, errors, models, tokenize
 from server.openai.api import Api
-from server.openai.schema import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
 from server.playground import page
 from server.tokenizer import Tokenizer
 
 PUBLIC_PATHS = frozenset({"/live", "/ready", "/health"})
-
-_BODIES: dict[str, type[BaseModel]] = {
-    chat.ROUTE: ChatCompletionRequest,
-    completions.ROUTE: CompletionRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
 
 
 def create_app(config: ServeConfig, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
@@ -57,7 +42,7 @@ def create_app(config: ServeConfig, client: EngineClient, tokenizer: Tokenizer) 
         for reason in get_args(FinishReason):
             client.metrics.requests.labels(route, reason)
     _add_routes(app, Api(config, client, tokenizer))
-    _describe_bodies(app)
+    document.describe(app)
     errors.install(app, count_error)
     public = PUBLIC_PATHS if config.metrics_need_key else PUBLIC_PATHS | {"/metrics"}
     if config.playground:
@@ -125,31 +110,3 @@ def _add_routes(app: FastAPI, api: Api) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(client.metrics.expose(), media_type=CONTENT_TYPE)
-
-
-def _describe_bodies(app: FastAPI) -> None:
-    """Routes read their bodies themselves, so the OpenAPI document is told of them here."""
-    original = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = original()
-            kinds, definitions = models_json_schema(
-                [(kind, "validation") for kind in _BODIES.values()],
-                ref_template="#/components/schemas/{model}",
-            )
-            components = document.setdefault("components", {}).setdefault("schemas", {})
-            components.update(definitions["$defs"])
-            for path, kind in _BODIES.items():
-                document["paths"][path]["post"]["requestBody"] = {
-                    "required": True,
-                    "content": {"application/json": {"schema": kinds[kind, "validation"]}},
-                }
-            # The framework's own validation error: no route answers with it.
-            document["paths"]["/v1/models/{name}"]["get"]["responses"].pop("422", None)
-            for name in ("HTTPValidationError", "ValidationError"):
-                components.pop(name, None)
-            app.openapi_schema = document
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]

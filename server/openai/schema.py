@@ -19,6 +19,7 @@ M = TypeVar("M", bound=BaseModel)
 
 INT64_MAX = 2**63 - 1
 PRIORITY_MAX = 2**31 - 1
+EXACT_MAX = 2**53  # beyond it a float may stand for another whole number
 
 TokenIds = list[Annotated[int, Field(ge=0, le=INT64_MAX)]]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -152,6 +153,15 @@ class DetokenizeRequest(Body):
     skip_special_tokens: bool | None = None
 
 
+def _number(text: str) -> int | float:
+    """JSON has one kind of number: 4.0 is a whole one, and some clients write it so."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) <= EXACT_MAX else value
+
+
+_decode = msgspec.json.Decoder(float_hook=_number).decode
+
+
 async def read_body(request: Request, kind: type[M]) -> M:
     """The request's body. Raises APIError: 400 for malformed JSON or a wrong field (with `param`),
     415 for another content type."""
@@ -167,7 +177,7 @@ async def read_body(request: Request, kind: type[M]) -> M:
     except ClientDisconnect as error:  # nobody reads the answer; it is counted, not logged
         raise APIError("the client left", status=499, code="client_disconnected") from error
     try:
-        value = msgspec.json.decode(body)
+        value = _decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise APIError(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):

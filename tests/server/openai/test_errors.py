@@ -266,6 +266,24 @@ def test_the_openapi_document_describes_the_bodies(server: Server) -> None:
     assert "422" not in server.http.get("/openapi.json").text
 
 
+def test_the_openapi_document_describes_what_is_answered(server: Server) -> None:
+    paths = server.http.get("/openapi.json").json()["paths"]
+    wrong = {CHAT: 400, "/tokenize": 400, "/v1/models/{name}": 404}
+    for path, status in wrong.items():
+        ((method, operation),) = paths[path].items()
+        assert server.http.request(method, path, content=b"{").status_code == status
+        (content,) = operation["responses"]["4XX"]["content"].items()
+        assert content == ("application/json", {"schema": {"$ref": "#/components/schemas/Error"}})
+    for path in ("/metrics", "/live", "/openapi.json"):
+        told = paths.get(path, {"get": {"responses": {"200": {"content": ["application/json"]}}}})
+        (media_type,) = told["get"]["responses"]["200"]["content"]
+        assert server.http.get(path).headers["content-type"].split(";")[0] == media_type
+    streamed = server.http.post(CHAT, json=BODY | {"stream": True, "max_tokens": 1})
+    media_type = streamed.headers["content-type"].split(";")[0]
+    assert media_type in paths[CHAT]["post"]["responses"]["200"]["content"]
+    assert "503" in paths["/ready"]["get"]["responses"]
+
+
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize(
     ("field", "value", "param"),

@@ -371,3 +371,20 @@ def test_every_pair_of_parameters_works(server: Server, route: str, fields: dict
             text += choice.get("text") or message.get("content") or ""
     assert ("three" in text) == is_whole
     assert any(choice["logprobs"] for choice in choices) == bool(fields["logprobs"])
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETION])
+def test_a_whole_number_may_be_written_with_a_point(
+    server: Server, worker: ScriptedWorker, route: str
+) -> None:
+    prompt = '"messages":[{"role":"user","content":"hi"}]' if route == CHAT else '"prompt":"hi"'
+    numbers = '"max_tokens":4.0,"top_k":1e1,"seed":7.0,"temperature":1,"stop_token_ids":[3.0]'
+    text = f'{{"model":"{MODEL_NAME}",{prompt},{numbers}}}'
+    headers = {"Content-Type": "application/json"}
+    assert server.http.post(route, content=text, headers=headers).status_code == 200
+    params = worker.submits.get(timeout=60).request.sampling
+    assert (params.max_tokens, params.top_k, params.seed, params.temperature) == (4, 10, 7, 1.0)
+    assert 3 in params.stop_token_ids
+    for wrong in ("4.5", "1e300", "NaN"):
+        refused = server.http.post(route, content=text.replace("4.0", wrong), headers=headers)
+        assert refused.status_code == 400
