@@ -110,7 +110,7 @@ class ChatCompletionRequest(GenerationBody):
 
 
 class CompletionRequest(GenerationBody):
-    prompt: SkipValidation[str | list[str] | list[int] | list[list[int]]]
+    prompt: SkipValidation[str | list[str] | TokenIds | list[TokenIds]]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     add_special_tokens: bool | None = None
@@ -140,6 +140,14 @@ def _is_token_ids(value: object) -> bool:
 
 
 class TokenizeRequest(Body):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+                {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
+            ]
+        }
+    )
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None

@@ -263,6 +263,17 @@ def test_the_openapi_document_describes_the_bodies(server: Server) -> None:
         name = body["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
         assert schemas[name]["type"] == "object"
     assert "temperature" in schemas["ChatCompletionRequest"]["properties"]
+    whole = next(
+        branch["items"]
+        for branch in schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"]
+        if branch.get("items", {}).get("type") == "integer"
+    )
+    assert whole["minimum"] == 0
+    refused = {"model": MODEL_NAME, "prompt": [whole["minimum"] - 1]}
+    assert server.http.post("/v1/completions", json=refused).status_code == 400
+    ways = schemas["TokenizeRequest"]["oneOf"]
+    assert [way["required"] for way in ways] == [["prompt"], ["messages"]]
+    assert server.http.post("/tokenize", json={"model": MODEL_NAME}).status_code == 400
     assert "422" not in server.http.get("/openapi.json").text
 
 
