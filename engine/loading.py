@@ -34,6 +34,7 @@ from engine.runner import Runner
 from engine.scheduler.scheduler import Scheduler
 from engine.staging import Staging
 from kernels.cpu import threads
+from kernels.dispatch import describe
 from kernels.linear import warm_up
 from kvcache import cgroup
 from kvcache.allocator import CPSharedPagedAllocator
@@ -281,6 +282,7 @@ def _log_capacity(
         capacity.physical_tokens * weights.bytes_per_token / 2**30,
         capacity.context_length,
     )
+    log.info("kernels on %s: %s", weights.device, describe(weights.device))
     if num_host_pages:
         log.info(
             "host tier: %d tokens in %d pages (%.2f GiB a rank), %s",

@@ -13,11 +13,13 @@ from typing import Final
 import torch
 from torch.nn import functional
 
-from kernels.dispatch import gpu_kernels
+from kernels.dispatch import fall_back, gpu_kernels
 from kernels.index_logits import index_logits, index_logits_rows
-from kernels.topk import exact_topk
+from kernels.topk import MOST_ON_GPU, exact_topk
 
 _WORKSPACE_BYTES: Final = 256 << 20  # of float32 scores at a time
+_MOST_HEADS: Final = 128  # whose queries fit a multiprocessor
+_MOST_DIM: Final = 256
 
 
 def causal(
@@ -38,7 +40,7 @@ def causal(
             f"{num_queries} queries from position {start} on need {context} tokens, "
             f"{len(pages)} pages of {page_size} hold {len(pages) * page_size}"
         )
-    if gpu_kernels(q, keys, weights, pages):
+    if _on_gpu(q, keys, weights, pages, topk):
         from kernels.gpu import index_topk as gpu
 
         return gpu.causal(q, weights, keys, pages, start, page_size, topk)
@@ -65,7 +67,7 @@ def paged(
     topk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # as for `causal` [N, topk]; how many [N], as counts
     """The choice of one query of each of N requests."""
-    if gpu_kernels(q, keys, weights, pages, counts):
+    if _on_gpu(q, keys, weights, pages, topk):
         from kernels.gpu import index_topk as gpu
 
         return gpu.paged(q, weights, keys, pages, counts, page_size, topk)
@@ -102,6 +104,22 @@ def rows_of(
     page = at // page_size
     held = pages.gather(1, page) if pages.dim() == 2 else pages[page]
     return held.int() * page_size + (at % page_size).int()
+
+
+def _on_gpu(
+    q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, pages: torch.Tensor, topk: int
+) -> bool:
+    if not gpu_kernels(q, keys, weights, pages):
+        return False
+    heads, dim = q.shape[1:]
+    if heads > _MOST_HEADS or dim > _MOST_DIM or topk > MOST_ON_GPU or q.dtype != keys.dtype:
+        fall_back(
+            "index top-k",
+            f"it has {heads} heads of {dim} in {q.dtype}, keys in {keys.dtype} and topk {topk}; "
+            f"at most {_MOST_HEADS} heads of {_MOST_DIM}, one dtype and topk {MOST_ON_GPU} fit",
+        )
+        return False
+    return q.stride(2) == keys.stride(1) == weights.stride(1) == 1
 
 
 def _padded(positions: torch.Tensor, topk: int) -> torch.Tensor:

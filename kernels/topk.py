@@ -7,6 +7,8 @@ import torch
 
 from kernels.dispatch import gpu_kernels
 
+MOST_ON_GPU = 16384  # of k: the GPU's kernels count in 16 bits
+
 
 def exact_topk(scores: torch.Tensor, k: int) -> torch.Tensor:
     """scores [T, L] float32, -inf where a token may not be chosen -> int64 [T, min(k, L)].
@@ -17,7 +19,7 @@ def exact_topk(scores: torch.Tensor, k: int) -> torch.Tensor:
     if k <= 0:
         raise ValueError(f"k must be positive, got {k}")
     width = min(k, scores.shape[1])
-    if gpu_kernels(scores) and scores.dtype == torch.float32:
+    if gpu_kernels(scores) and scores.dtype == torch.float32 and width <= MOST_ON_GPU:
         from kernels.gpu import topk as gpu
 
         return gpu.exact_topk(scores, width)

@@ -55,7 +55,7 @@ def paged(
     out = torch.empty((num, topk), dtype=torch.int32, device=q.device)
     scores = torch.empty((num, width), dtype=torch.float32, device=q.device)
     index_logits.paged(
-        q, weights, keys, pages, counts, page_size, scores, _programs(q.device), least=topk
+        q, weights, keys, pages, counts, page_size, scores, num_programs(q.device), least=topk
     )
     select(scores, counts, topk, out)
     return out, counts.clamp_max(topk)
@@ -98,7 +98,7 @@ def rows_of(
     return out
 
 
-def _programs(device: torch.device) -> int:
+def num_programs(device: torch.device) -> int:
     """Enough for two waves of the programs that fit on a device at once."""
     if device.type != "cuda":
         return 3  # Triton's interpreter: each has several spans to do

@@ -4,24 +4,12 @@ turns it on), compiled and on the device in `make test-gpu`, which runs these te
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import pytest
 import torch
 
 if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
-else:
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def with_index(tensor: Any, scope: Any) -> None:
-        """Triton 3.6 makes an int of an array of one element, which numpy 2.4 refuses."""
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = with_index
 
 
 @pytest.fixture
@@ -38,8 +26,8 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def bounds_of_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps scalars in arrays of one element, which newer numpy refuses to take for
-    the bounds of a range."""
+    """Triton 3.6's interpreter keeps scalars in arrays of one element, which numpy from 2.4 on
+    refuses to take for the bounds of a range."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor

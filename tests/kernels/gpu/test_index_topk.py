@@ -38,30 +38,28 @@ def best(scores: torch.Tensor, seen: int, k: int) -> list[int]:
 
 # Triton's interpreter multiplies no bfloat16.
 DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * torch.cuda.is_available()
-SHAPES = [(4, 16, 16), (9, 32, 64), (1, 48, 4)]  # heads, dim, page size
+CASES = [(4, 16, 16, DTYPES[0]), (9, 32, 64, DTYPES[-1]), (1, 48, 4, torch.float32)]
 
 
-@pytest.mark.parametrize("heads, dim, page", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, dim, page, dtype", CASES)
 def test_causal_choice(heads, dim, page, dtype, device) -> None:
-    start, num = 70, 9
+    start, num = 43, 5
     keys, pages = cache(1, -(-(start + num) // page) + 1, page, dim, dtype, device)
     keys = keys.mul(1.2).round()
     keys[int(pages[0, -1]) * page :][:page] = torch.nan  # not of this context
     q, weights = whole(num, heads, dim, dtype, device)
-    for topk in (75, 12, 100):
-        got = index_topk.causal(q, weights, keys, pages[0], start, page, topk, 4 * 128 * 4)
+    for topk in (46, 12):
+        got = index_topk.causal(q, weights, keys, pages[0], start, page, topk, 3 * 64 * 4)
         want = scores_of(q, weights, keys, pages[:, :-1].expand(num, -1), page)
         assert got.tolist() == [best(want[i], start + i + 1, topk) for i in range(num)]
 
 
-@pytest.mark.parametrize("heads, dim, page", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, dim, page, dtype", CASES)
 def test_paged_choice(heads, dim, page, dtype, device) -> None:
-    contexts = torch.tensor([70, 0, 1, 12, 13, 64, 96], device=device)
-    keys, pages = cache(7, -(-96 // page), page, dim, dtype, device)
+    contexts = torch.tensor([64, 0, 12, 13, 50], device=device)
+    keys, pages = cache(5, -(-64 // page), page, dim, dtype, device)
     keys = keys.mul(1.2).round()
-    q, weights = whole(7, heads, dim, dtype, device)
+    q, weights = whole(5, heads, dim, dtype, device)
     want = scores_of(q, weights, keys, pages, page)
     for n, context in enumerate(contexts.tolist()):  # what a context has not written
         for position in range(context, pages.shape[1] * page):

@@ -13,7 +13,7 @@ DTYPES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 if not torch.cuda.is_available():  # Triton's interpreter multiplies no bfloat16
     del DTYPES[torch.bfloat16]
 # tokens, experts, choices, hidden, inner
-SHAPES = [(1, 4, 2, 32, 16), (19, 3, 3, 48, 24)]
+SHAPES = [(1, 4, 2, 32, 16), (11, 3, 2, 48, 24)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -40,19 +40,17 @@ def test_experts(shape, dtype, weights_first, device) -> None:
 
 
 def test_groups(device: torch.device) -> None:
-    ids = torch.randint(0, 9, (40, 2), device=device)
+    ids = torch.randint(0, 9, (20, 2), device=device)
     order, starts = moe.group(ids, 10)
     want = ids.flatten().sort(stable=True)
     assert order.tolist() == want.indices.tolist()
     assert starts.tolist() == [int((ids < e).sum()) for e in range(11)]
 
 
-@pytest.mark.parametrize(
-    "experts, top_k, groups, kept", [(8, 3, 1, 1), (24, 4, 4, 2), (6, 2, 6, 3)]
-)
+@pytest.mark.parametrize("experts, top_k, groups, kept", [(8, 3, 1, 1), (24, 4, 4, 2)])
 @pytest.mark.parametrize("normalise, factor", [(True, 2.5), (False, 1.0)])
 def test_gates(experts, top_k, groups, kept, normalise, factor, device) -> None:
-    logits = torch.randn(3, experts, device=device)
+    logits = torch.randn(2, experts, device=device)
     bias = torch.randn(experts, device=device)
     options = {"normalise": normalise, "factor": factor}
     for own_bias in (bias, None):
