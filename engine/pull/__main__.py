@@ -19,8 +19,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _leave)
     given = options.source or os.environ.get(SOURCE_VARIABLE)
+    path = cache.default_model_path(options.home)
+    if not options.force and _is_whole(path):
+        print(path)
+        return 0
     try:
-        # Loading torch takes seconds; usage errors and --help need none.
+        # Loading torch takes seconds; usage errors, --help and a model that is there need none.
         from engine.pull.default_model import ensure_default_model
         from engine.pull.report import Report
 
@@ -38,6 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     print(path)
     return 0
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        cache.verify(path)
+    except (cache.PullError, OSError):
+        return False
+    return True
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -232,6 +232,24 @@ def test_the_command_prints_the_folder_last(
     assert out.err == ""
 
 
+def test_where_the_model_is_there_the_command_needs_no_torch_and_writes_nothing(
+    tmp_path: Path, tiny_gguf: Path, tiny_source: SourceFile
+) -> None:
+    path = pull(tmp_path, tiny_source, given=tiny_gguf)
+    for file in tmp_path.iterdir():
+        if file.is_file():
+            file.unlink()  # the lock
+    code = (
+        "import sys; from engine.pull import __main__ as command;"
+        f"code = command.main(['--home', {str(tmp_path)!r}]);"
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0
+    assert done.stdout.strip() == str(path)
+    assert not [file for file in tmp_path.iterdir() if file.is_file()]
+
+
 def test_the_command_fails_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
