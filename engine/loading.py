@@ -46,6 +46,7 @@ from kvcache.tiered_cache import TieredCache
 from kvcache.transfer.base import TransferEngine
 from kvcache.transfer.mooncake import MooncakeEngine
 from kvcache.transfer.plan import register_pool
+from kvcache.transfer.system import check_reaches_gpus
 
 log = logging.getLogger("plait.loading")
 
@@ -218,6 +219,8 @@ def _plan_host_pages(config: WorkerConfig, capacity: Capacity, weights: Weights)
 def _start_transfer(config: WorkerConfig, pool: KVPool) -> TransferEngine | None:
     if not config.hands_off:
         return None
+    if pool.device.type == "cuda":
+        check_reaches_gpus()
     engine = MooncakeEngine(config.transfer_host, config.transfer_protocol)
     register_pool(engine, pool.record())
     return engine

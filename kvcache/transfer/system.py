@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.metadata
 import os
 import re
 import sys
@@ -26,6 +27,8 @@ _PACKAGES = {
 }
 _CUDA_PACKAGES = {"libmlx5.so.1": "ibverbs-providers"}
 
+_WITHOUT_CUDA = "mooncake-transfer-engine-non-cuda"
+
 _LOG_LINE = re.compile(r"^([IWEF]\d{4} |WARNING: Logging before )")
 
 
@@ -45,6 +48,19 @@ def load_engine_module() -> Any:
             f"the transfer engine lacks a system library ({error}); Debian and Ubuntu: apt-get "
             f"install {' '.join(_PACKAGES.values())}; --colocated needs none"
         ) from error
+
+
+def check_reaches_gpus() -> None:
+    """Raises TransferUnavailableError where Mooncake's build without CUDA is installed:
+    it takes a GPU's memory for the host's, and every transfer would fail."""
+    try:
+        importlib.metadata.version(_WITHOUT_CUDA)
+    except importlib.metadata.PackageNotFoundError:
+        return
+    raise TransferUnavailableError(
+        f"--device cuda: {_WITHOUT_CUDA} cannot move a GPU's memory; pip uninstall it, then pip "
+        "install mooncake-transfer-engine-cuda13; --colocated needs neither"
+    )
 
 
 def missing_packages(*, for_cuda: bool) -> list[str]:
