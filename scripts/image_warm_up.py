@@ -64,6 +64,11 @@ def build_triton_module() -> None:
         library = ["-shared", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1"]
         subprocess.run(["gcc", *library, "-x", "c", "/dev/null"], check=True)
         os.environ["TRITON_LIBCUDA_PATH"] = folder
+        # It has no symbols, and a linker that keeps only what it sees used would leave it out.
+        compiler = Path(folder) / "cc"
+        compiler.write_text('#!/bin/sh\nexec gcc -Wl,--no-as-needed "$@"\n')
+        compiler.chmod(0o755)
+        os.environ["CC"] = str(compiler)
         from triton.backends.nvidia.driver import CudaUtils
 
         with contextlib.suppress(ImportError):
