@@ -3,12 +3,11 @@ specification is kernels.attention, which also says the shapes."""
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from kernels.attention import Partial, values_of
 from kernels.gpu import causal, gqa, mla, mla_hopper
+from kernels.gpu.card import card_of
 from kernels.gpu.shares import MAX_QUERIES
 
 _WIDEST_LATENT = 1023  # what one program's accumulators hold
@@ -47,10 +46,11 @@ def mla_latents(
     scale: float,
 ) -> torch.Tensor:  # [N, H, latent_dim] in q's dtype
     """Weighted latents of each query over its own rows or pages."""
-    num_processors, capability = _card(q.device)
-    if capability == 9 and mla_hopper.takes(q, cache, latent_dim):
+    card = card_of(q.device)
+    if card.capability == 9 and mla_hopper.takes(q, cache, latent_dim):
+        num_processors = card.num_processors
         return mla_hopper.mla_latents(q, cache, index, counts, page_size, scale, num_processors)
-    return mla.mla_latents(q, cache, index, counts, page_size, latent_dim, scale, num_processors)
+    return mla.mla_latents(q, cache, index, counts, page_size, latent_dim, scale, card)
 
 
 def gqa_paged(
@@ -62,11 +62,11 @@ def gqa_paged(
     page_size: int,
     scale: float,
 ) -> torch.Tensor:
-    num_processors, _ = _card(q.device)
+    card = card_of(q.device)
     parts = [
         gqa.gqa_paged(
             q[a : a + MAX_QUERIES], keys, values, pages[a : a + MAX_QUERIES],
-            counts[a : a + MAX_QUERIES], page_size, scale, num_processors,
+            counts[a : a + MAX_QUERIES], page_size, scale, card,
         )
         for a in range(0, len(q), MAX_QUERIES)
     ]  # fmt: skip
@@ -176,9 +176,12 @@ def attend_causal(
         out = torch.empty(num, num_heads, v.shape[2], dtype=torch.float32, device=q.device)
         lse = torch.empty(num, num_heads, 1, dtype=torch.float32, device=q.device)
         part = Partial(out, lse)
-    causal.attend_causal(
-        q, causal.Keys(k, v), len(k), first, stride, scale, part.out, part.lse, earlier is not None
-    )
+    keys, dim = causal.Keys(k, v), k.shape[2]
+    if dim > 64 and dim & (dim - 1):  # in two parts, which padding makes less wide than one
+        cut = 1 << (dim.bit_length() - 1)
+        keys = causal.Keys(k[..., :cut], v, k[..., cut:])
+    merges = earlier is not None
+    causal.attend_causal(q, keys, len(k), first, stride, scale, part.out, part.lse, merges)
     return part
 
 
@@ -194,11 +197,11 @@ def mla_rows_part(
     num, num_heads, _ = q.shape
     out = torch.empty(num, num_heads, latent_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(num, num_heads, 1, dtype=torch.float32, device=q.device)
-    num_processors, capability = _card(q.device)
-    if capability == 9 and mla_hopper.takes(q, cache, latent_dim):
-        mla_hopper.mla_part(q, cache, rows, counts, scale, num_processors, out, lse)
+    card = card_of(q.device)
+    if card.capability == 9 and mla_hopper.takes(q, cache, latent_dim):
+        mla_hopper.mla_part(q, cache, rows, counts, scale, card.num_processors, out, lse)
     else:
-        mla.mla_part(q, cache, rows, counts, latent_dim, scale, out, lse)
+        mla.mla_part(q, cache, rows, counts, latent_dim, scale, card, out, lse)
     return Partial(out, lse)
 
 
@@ -208,13 +211,3 @@ def _each_for_itself(
     """A prefill's queries as if each were a request: pages [num, P] (not copied), counts [num]."""
     counts = torch.arange(start + 1, start + num + 1, dtype=torch.int32, device=pages.device)
     return pages.expand(num, -1), counts
-
-
-@functools.cache
-def _card(device: torch.device) -> tuple[int, int]:
-    """(multiprocessors, major compute capability); outside a card, as in Triton's interpreter, as
-    few of them as a test can see shared work with."""
-    if device.type != "cuda":
-        return 4, 0
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.card import Card, card_of
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -71,12 +73,12 @@ def _add(
 def _causal(
     q,  # [M, num_heads, DIM + ROPE]
     keys,  # [rows, num_kv, DIM]
-    ropes,  # [rows, ROPE], shared by all heads
+    ropes,  # [rows, num_kv, ROPE]; rope_head is 0 where all heads share them
     values,  # [rows, num_kv, VALUE]
     pages,  # [P]
     out,  # [M, num_heads, VALUE]
     lse,  # [M, num_heads] float32, natural
-    q_query, q_head, key_row, key_head, rope_row, value_row, value_head,  # strides
+    q_query, q_head, key_row, key_head, rope_row, rope_head, value_row, value_head,  # strides
     num_queries, num_keys, first, stride, group, scale,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
     VALUE: tl.constexpr, VALUE_PAD: tl.constexpr, PAGE: tl.constexpr,
@@ -107,6 +109,7 @@ def _causal(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
     keys += shared * key_head
+    ropes += shared * rope_head
     values += shared * value_head
     acc, highest, total = _add(
         acc, highest, total, q_main, q_rope, keys, ropes, values, pages, 0, free, num_keys, last,
@@ -146,12 +149,17 @@ class Tiling:
     stages: int
 
 
-def tiling_of(dim: int, dtype: torch.dtype) -> Tiling:
+def tiling_of(dim: int, value: int, dtype: torch.dtype, card: Card) -> Tiling:
+    """dim, value: padded."""
     if dtype == torch.float32:
         return Tiling(32, 32, 8, 1)
-    if 64 < dim <= 128:
-        return Tiling(128, 64, 4, 3)
-    return Tiling(128, 64, 8, 4 if dim <= 192 else 2)
+    if dim <= 64:
+        return Tiling(64, 64, 4, 3)
+    warps = 4 if dim <= 128 else 8
+    # Queries, and a key and a value block in each stage.
+    room = card.shared_bytes - 128 * dim * dtype.itemsize
+    stages = room // (64 * (dim + value) * dtype.itemsize)
+    return Tiling(128, 64, warps, min(3, stages)) if stages > 0 else Tiling(64, 32, 4, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +168,8 @@ class Keys:
 
     keys: torch.Tensor  # [rows, num_kv, DIM], DIM may be 0
     values: torch.Tensor  # [rows, num_kv, VALUE]
-    ropes: torch.Tensor | None = None  # [rows, ROPE]: behind every head's own key
+    # [rows, ROPE] behind every head's own key, or [rows, num_kv, ROPE]
+    ropes: torch.Tensor | None = None
     pages: torch.Tensor | None = None  # [P] row pages by position; None: rows are in order
     page_size: int = 0
 
@@ -184,14 +193,18 @@ def attend_causal(
     keys, values, ropes = part.keys, part.values, part.ropes
     num_kv, value = values.shape[1:]
     dim = keys.shape[-1]
-    t = tiling or tiling_of(max(width, value), q.dtype)
+    rope = width - dim
+    padded = (_padded(dim) if dim else 0) + (_padded(rope) if rope else 0)
+    t = tiling or tiling_of(padded, _padded(value), q.dtype, card_of(q.device))
     _causal[(num_heads, triton.cdiv(num, t.block_m))](
         q, keys, values if ropes is None else ropes, values,
         q if part.pages is None else part.pages, out, out if lse is None else lse,
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1),
-        0 if ropes is None else ropes.stride(0), values.stride(0), values.stride(1),
+        0 if ropes is None else ropes.stride(0),
+        ropes.stride(1) if ropes is not None and ropes.dim() == 3 else 0,
+        values.stride(0), values.stride(1),
         num, num_keys, first, stride, num_heads // num_kv, scale * LOG2_E.value,
-        DIM=dim, DIM_PAD=_padded(dim), ROPE=width - dim, ROPE_PAD=_padded(width - dim),
+        DIM=dim, DIM_PAD=_padded(dim), ROPE=rope, ROPE_PAD=_padded(rope),
         VALUE=value, VALUE_PAD=_padded(value),
         PAGE=0 if part.pages is None else part.page_size, MERGE=merges, KEEP=lse is not None,
         BLOCK_M=t.block_m, BLOCK_N=t.block_n, STAGES=t.stages,

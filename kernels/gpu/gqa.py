@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.card import Card
 from kernels.gpu.shares import MAX_QUERIES, ends_of, item, merge
 
 LOG2_E = 1.4426950408889634
@@ -109,10 +110,13 @@ class Tiling:
     per_processor: int  # programs that one multiprocessor runs at once
 
 
-def tiling_of(dtype: torch.dtype) -> Tiling:
+def tiling_of(dim: int, dtype: torch.dtype, card: Card) -> Tiling:
+    """dim: padded."""
     if dtype == torch.float32:
         return Tiling(32, 4, 1, 2)
-    return Tiling(64, 4, 6, 3)
+    # Two of the stages look pages up; a key and a value block lie in each of the others.
+    block_bytes = 2 * 64 * dim * dtype.itemsize
+    return Tiling(64, 4, max(2, min(6, card.shared_bytes // block_bytes + 1)), 3)
 
 
 def gqa_paged(
@@ -123,7 +127,7 @@ def gqa_paged(
     counts: torch.Tensor,  # [N]
     page_size: int,
     scale: float,
-    num_processors: int,
+    card: Card,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:  # [N, num_heads, D]
     """As kernels.attention.gqa_paged, for at most MAX_QUERIES queries."""
@@ -133,15 +137,16 @@ def gqa_paged(
     q, keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, keys, values))
     num_kv = keys.shape[1]
     group = num_heads // num_kv
-    t = tiling or tiling_of(q.dtype)
-    programs = max(1, num_processors * t.per_processor // num_kv)
+    padded = max(16, int(triton.next_power_of_2(dim)))
+    t = tiling or tiling_of(padded, q.dtype, card)
+    programs = max(1, card.num_processors * t.per_processor // num_kv)
     out = torch.empty(num, num_heads, dim, dtype=q.dtype, device=q.device)
     part_out = torch.empty(programs + num, num_heads, dim, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(programs + num, num_heads, dtype=torch.float32, device=q.device)
     strides = (*q.stride()[:2], *keys.stride()[:2], *values.stride()[:2], pages.stride(0))
     _shared[(num_kv, programs)](
         q, keys, values, pages, counts, out, part_out, part_lse, *strides, num, group,
-        scale * LOG2_E, DIM=dim, DIM_PAD=max(16, triton.next_power_of_2(dim)), PAGE=page_size,
+        scale * LOG2_E, DIM=dim, DIM_PAD=padded, PAGE=page_size,
         BLOCK_H=max(16, triton.next_power_of_2(group)), BLOCK_N=t.block_n, STAGES=t.stages,
         QUERIES=triton.next_power_of_2(num), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip

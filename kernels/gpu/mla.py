@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.card import Card
 from kernels.gpu.shares import MAX_QUERIES, ends_of, item, merge
 
 LOG2_E = 1.4426950408889634
@@ -183,14 +184,23 @@ class Tiling:
     per_processor: int = 1  # programs that one multiprocessor runs at once
 
 
-def tiling_of(num_heads: int, dtype: torch.dtype) -> Tiling:
+_TILINGS = (
+    Tiling(64, 64, 8, 2),
+    Tiling(32, 64, 8, 2),
+    Tiling(16, 64, 4, 2, 2),
+    Tiling(16, 32, 4, 2),
+)
+
+
+def tiling_of(num_heads: int, width: int, dtype: torch.dtype, card: Card) -> Tiling:
+    """The largest tiles that the heads fill and the card has room for; width: a row's, padded."""
     if dtype == torch.float32:
         return Tiling(16, 16, 8, 1)
-    if num_heads <= 16:
-        return Tiling(16, 64, 4, 2, 2)
-    if num_heads <= 32:
-        return Tiling(32, 64, 8, 2)
-    return Tiling(64, 64, 8, 2)
+    for t in _TILINGS:
+        shared_bytes = (t.block_h + t.block_n * t.stages) * width * dtype.itemsize
+        if t.block_h < 2 * max(num_heads, 9) and shared_bytes <= card.shared_bytes:
+            return t
+    return Tiling(16, 16, 4, 1)
 
 
 def mla_latents(
@@ -201,19 +211,20 @@ def mla_latents(
     page_size: int,  # 0: the index holds rows
     latent_dim: int,
     scale: float,
-    num_processors: int,  # multiprocessors of the device
+    card: Card,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:  # [N, H, LATENT] in q's dtype
     """The weighted latents of each query over its rows or pages."""
     num, num_heads, _ = q.shape
     q = q if q.stride(-1) == 1 else q.contiguous()
-    t = tiling or tiling_of(num_heads, q.dtype)
+    sizes = _widths(q, cache, latent_dim) | {"PAGE": page_size}
+    t = tiling or tiling_of(num_heads, _padded(sizes), q.dtype, card)
+    sizes |= _options(t)
     out = torch.empty(num, num_heads, latent_dim, dtype=q.dtype, device=q.device)
     tiles = triton.cdiv(num_heads, t.block_h)
     strides = (q.stride(0), q.stride(1), cache.stride(0), index.stride(0))
-    sizes = _sizes(q, cache, latent_dim, t) | {"PAGE": page_size}
     scale *= LOG2_E
-    num_programs = num_processors * t.per_processor
+    num_programs = card.num_processors * t.per_processor
     if num * tiles >= 4 * num_programs or num > MAX_QUERIES:
         _whole[(tiles, num)](
             q, cache, index, counts, out, out, *strides, num_heads, scale, **sizes, KEEP=False
@@ -238,22 +249,23 @@ def mla_part(
     counts: torch.Tensor,
     latent_dim: int,
     scale: float,
+    card: Card,
     out: torch.Tensor,  # [N, H, LATENT] float32, contiguous: is written
     lse: torch.Tensor,  # [N, H, 1] float32, contiguous: is written, natural
 ) -> None:
     """The same for a part of the rows, with what it takes to merge it with other parts."""
     num, num_heads, _ = q.shape
     q = q if q.stride(-1) == 1 else q.contiguous()
-    t = tiling_of(num_heads, q.dtype)
+    sizes = _widths(q, cache, latent_dim) | {"PAGE": 0}
+    t = tiling_of(num_heads, _padded(sizes), q.dtype, card)
     _whole[(triton.cdiv(num_heads, t.block_h), num)](
         q, cache, rows, counts, out, lse, q.stride(0), q.stride(1), cache.stride(0),
-        rows.stride(0), num_heads, scale * LOG2_E, **_sizes(q, cache, latent_dim, t), PAGE=0,
-        KEEP=True,
+        rows.stride(0), num_heads, scale * LOG2_E, **sizes, **_options(t), KEEP=True,
     )  # fmt: skip
 
 
-def _sizes(q: torch.Tensor, cache: torch.Tensor, latent_dim: int, t: Tiling) -> dict[str, int]:
-    """What the kernels are compiled for."""
+def _widths(q: torch.Tensor, cache: torch.Tensor, latent_dim: int) -> dict[str, int]:
+    """What of the rows' layout the kernels are compiled for."""
     rope = cache.shape[1] - latent_dim
     latent_1 = 1 << (latent_dim.bit_length() - 1)
     rest = latent_dim - latent_1
@@ -264,6 +276,16 @@ def _sizes(q: torch.Tensor, cache: torch.Tensor, latent_dim: int, t: Tiling) -> 
         "ROPE": rope,
         "ROPE_PAD": max(16, triton.next_power_of_2(rope)),
         "Q_LATENT": q.shape[2] > rope,
+    }
+
+
+def _padded(widths: dict[str, int]) -> int:
+    """Columns of a row in shared memory."""
+    return widths["LATENT_1"] + widths["LATENT_2"] + widths["ROPE_PAD"]
+
+
+def _options(t: Tiling) -> dict[str, int]:
+    return {
         "BLOCK_H": t.block_h,
         "BLOCK_N": t.block_n,
         "STAGES": t.stages,

@@ -11,6 +11,7 @@ import triton
 
 from kernels.gpu import attention as gpu
 from kernels.gpu import causal, mla
+from kernels.gpu.card import Card
 
 PAGE = 8
 NUM_PAGES = 24
@@ -88,7 +89,14 @@ def test_mla_reads_its_own_rows(
         columns = torch.arange(rows.shape[1], device=device)
         index = torch.where(columns < counts.unsqueeze(1), rows, -1)
     found = mla.mla_latents(
-        q, cache, index, counts, PAGE if by_page else 0, latent, 0.2, num_processors
+        q,
+        cache,
+        index,
+        counts,
+        PAGE if by_page else 0,
+        latent,
+        0.2,
+        Card(num_processors, 9, 1 << 17),
     )
     assert found.dtype == dtype
     for n, context in enumerate(CONTEXTS):

@@ -17,11 +17,12 @@ def close(found: Partial, want: Partial) -> None:
     torch.testing.assert_close(found.lse, want.lse, atol=1e-5, rtol=1e-5)
 
 
-def test_causal_parts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dim", [16, 96])
+def test_causal_parts(dim: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries at 3, 8, 13, ...: of some parts they see all, a part or nothing."""
     monkeypatch.setattr(streamed, "gpu_kernels", lambda *tensors: False)
-    q = torch.randn(21, 4, 16, device=device)
-    k, v = torch.randn(100, 2, 16, device=device), torch.randn(100, 2, 24, device=device)
+    q = torch.randn(21, 4, dim, device=device)
+    k, v = torch.randn(100, 2, dim, device=device), torch.randn(100, 2, 24, device=device)
     found: Partial | None = None
     want: Partial | None = None
     for a, b in itertools.pairwise((0, 40, 41, 100)):
