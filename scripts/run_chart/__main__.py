@@ -38,6 +38,10 @@ class Transcript:
         print(f"{time.monotonic() - self._started_s:7.1f} s  {text}", flush=True)
 
 
+class StreamError(Exception):
+    """The stream ended with an error of the server's."""
+
+
 class Stream:
     """One streamed chat completion; `text` grows, `has_begun` is set early in it."""
 
@@ -64,7 +68,10 @@ class Stream:
     def _take(self, data: str) -> None:
         if not data.startswith("{"):
             return
-        choice = json.loads(data)["choices"][0]
+        event = json.loads(data)
+        if "error" in event:
+            raise StreamError(event["error"]["message"])
+        choice = event["choices"][0]
         self.text += choice["delta"].get("content") or ""
         self.finish_reason = choice["finish_reason"] or self.finish_reason
         self._num_chunks += 1
@@ -114,6 +121,8 @@ class Check:
         pod = next(p for p in self._fleet.running if p.pod.workload == workload)
         self._say(f"--- {pod.pod.name} is replaced under {len(TOPICS)} streams")
         await self._fleet.before_replacing(pod)
+        # A front end takes a moment to see a new worker, and is not ready before.
+        await self._fleet.wait_ready()
         streams = self._streams()
         tasks = [asyncio.create_task(stream.run()) for stream in streams]
         await asyncio.gather(*(stream.has_begun.wait() for stream in streams))

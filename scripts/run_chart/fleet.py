@@ -30,7 +30,10 @@ class Fleet:
                     await self._forward(service, port, target)
         pods = [self._place(pod) for pod in self.release.pods]
         await asyncio.gather(*(pod.start() for pod in pods))
-        await asyncio.gather(*(pod.wait_ready() for pod in pods))
+        await self.wait_ready()
+
+    async def wait_ready(self) -> None:
+        await asyncio.gather(*(pod.wait_ready() for pod in self.running))
 
     async def _forward(self, service: Service, port: int, target: str | int) -> None:
         def endpoints() -> list[tuple[str, int]]:
