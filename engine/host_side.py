@@ -47,13 +47,14 @@ class HostSide:
         return self.tier.wait_s
 
     def start(self, orders: HostOrders) -> None:
-        """Begin a plan's copies. Raises HostCopyError for an item that would cross ranks."""
+        """Begin a plan's copies. Raises HostCopyError for an item that would cross ranks or that
+        cannot be started: the tree counts on its bytes."""
         items: list[HostItem] = [*orders.load_backs, *orders.backups]
         for item in items:
             try:
                 copy = self.tier.start(item)
-            except ValueError as error:
-                raise HostCopyError(f"item {item.id} on rank {self._rank}: {error}") from error
+            except Exception as error:
+                raise HostCopyError(f"item {item.id} on rank {self._rank}: {error!r}") from error
             if copy is None:
                 self._tell(item.id)
             else:
@@ -73,8 +74,16 @@ class HostSide:
             raise HostCopyError(f"a load-back on rank {self._rank} failed: {error!r}") from error
 
     def _finish(self, item_id: int, copy: Copy) -> None:
-        copy.wait()
-        self._tell(item_id)
+        try:
+            copy.wait()
+        except Exception as error:
+            self._fail(item_id, error)
+        else:
+            self._tell(item_id)
+
+    def _fail(self, item_id: int, error: Exception) -> None:
+        log.error("a copy failed on rank %d", self._rank, exc_info=error)
+        self._report(HostReport(rank=self._rank, item=item_id, error=repr(error)))
 
     def _tell(self, item_id: int) -> None:
         """Report what has ended by now: item `item_id`, unless another call has reported it."""
@@ -82,8 +91,7 @@ class HostSide:
             try:
                 done = self.tier.poll()
             except Exception as error:
-                log.exception("a copy failed on rank %d", self._rank)
-                self._report(HostReport(rank=self._rank, item=item_id, error=repr(error)))
+                self._fail(item_id, error)
                 return
             for item in done:
                 report = HostReport(

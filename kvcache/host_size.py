@@ -68,10 +68,11 @@ def plan_host_pages(
     """
     if size_gb is not None:
         option, per_page = f"--hicache-size {size_gb:g}", page_bytes / _GB
-        num_pages = int(size_gb * _GB / page_bytes)
+        asked = size_gb * _GB / page_bytes
     else:
         option, per_page = f"--hicache-ratio {ratio:g}", 1 / device_pages
-        num_pages = int(ratio * device_pages)
+        asked = ratio * device_pages
+    num_pages = int(min(asked, 1e18))  # a float may be infinite; as a count this is no less wrong
     num_fitting = int(memory.available * _SHARE / num_sharing) // page_bytes
     most = _floor(num_fitting * per_page)
     fitting = f"accepted: {_ceil(per_page):g} to {most:g}" if num_fitting else "nothing would fit"

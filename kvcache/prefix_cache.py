@@ -280,7 +280,8 @@ class PrefixCache:
         """A request starts from `match`: see TieredCache.use. Here `match` has counted the hit."""
 
     def take_orders(self) -> HostOrders:
-        """The copies that begin with this step."""
+        """The copies that begin with this step. Pins whose time is over end here at the latest."""
+        self._pins.expire()
         return HostOrders()
 
     def acknowledge(self, item_id: int, rank: int) -> bool:

@@ -203,6 +203,7 @@ class TieredCache(PrefixCache):
 
     def take_orders(self) -> HostOrders:
         """The copies that begin with this step; call it once all of the step is decided."""
+        self._pins.expire()
         if self.policy == "write_back":
             self.reclaim(self.total_pages // _CLEAN_SHARE)
         due, self._due = self._due, {}

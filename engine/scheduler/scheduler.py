@@ -230,7 +230,9 @@ class Scheduler:
         ]
         host = self._cache.take_orders()
         if not extends and not self.prefill_side.has_orders and not host:
-            if self._waiting and not retracted and self._is_empty:
+            if retracted:  # none is left that runs: what room is there for those that wait?
+                return self.plan()
+            if self._waiting and self._is_empty:
                 if self._cache.drop_pins():  # they are wishes, and a request comes first
                     return self.plan()
                 raise RuntimeError(f"a waiting request fits an empty pool never: {self.load}")
@@ -354,10 +356,15 @@ class Scheduler:
         return outs
 
     def _keep(self, req: Req) -> None:
-        """Hand what is computed to the prefix cache, for the time that the request asks for."""
+        """Hand what is computed to the prefix cache, and its prompt for the time that the request
+        asks for."""
         self._running.keep_in_cache(req)
-        if req.node is not None and req.request.pin_s:
-            self._cache.pin(req.node, req.request.pin_s)
+        node = req.node
+        if node is None or not req.request.pin_s:
+            return
+        if req.num_tree > req.num_prompt:  # output too, after a replay or a retraction
+            node = self._cache.match(req.request.token_ids).node
+        self._cache.pin(node, req.request.pin_s)
 
     def _token_out(self, req: Req, sampled: Sampled) -> TokenOut:
         prompt_logprobs = req.prompt_logprobs if req.scores_prompt else []

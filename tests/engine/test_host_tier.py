@@ -331,6 +331,23 @@ def test_a_copy_that_fails_ends_the_worker(folders, monkeypatch: pytest.MonkeyPa
     client.close()
 
 
+@pytest.mark.parametrize("what", ["ThreadCopier.start", "_ThreadCopy.wait"])
+def test_a_copy_that_does_not_start_or_cannot_be_waited_for_ends_the_worker(
+    folders, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Were it one step's failure, the tree would promise bytes that never came."""
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(f"kvcache.host_copies.{what}", broken)
+    client = tiered(folders["gqa"], 6)
+    client.submit("r", prompt(3 * PAGE, seed=1))
+    with pytest.raises(HostCopyError, match=r"item 1 on rank 0: RuntimeError.*the device is gone"):
+        client.run()
+    client.close()
+
+
 def test_a_load_back_that_fails_is_no_answer(folders, monkeypatch: pytest.MonkeyPatch) -> None:
     client = tiered(folders["dsa"], 6)
     first = prompt(4 * PAGE + 5, seed=1)

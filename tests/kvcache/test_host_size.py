@@ -50,6 +50,12 @@ def test_too_much_is_refused_with_what_would_fit() -> None:
         plan(size_gb=3, available=2 * GB, num_sharing=2)
 
 
+@pytest.mark.parametrize("options", [{"ratio": 1e308}, {"size_gb": 1e300}, {"size_gb": 1e308}])
+def test_a_size_beyond_all_numbers_is_too_much_like_any_other(options: dict[str, float]) -> None:
+    with pytest.raises(HostMemoryError, match=r"1e\+30[08]: the host pool would take .* accepted"):
+        plan(**options)
+
+
 def test_no_page_at_all_is_refused() -> None:
     for options in ({"ratio": 0.0}, {"ratio": -1.0}, {"size_gb": 0.0}, {"size_gb": 0.0005}):
         with pytest.raises(HostMemoryError, match=r"would hold no page of 1000000 bytes; accepted"):

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from engine.scheduler.scheduler import Scheduler
 from engine.types import Request, SamplingParams, TokenOut
 from kvcache.allocator import CPSharedPagedAllocator
+from kvcache.host_plan import WritePolicy
 from kvcache.prefix_cache import PrefixCache
+from kvcache.tiered_cache import TieredCache
 from tests.engine.scheduler.twin import Twin, next_token
 
 VOCAB = 50
@@ -18,9 +20,9 @@ VOCAB = 50
 class Harness:
     """A scheduler over a twin rank; collects what each client would have seen."""
 
-    def __init__(self, num_pages=16, page_size=4, chunk=16, max_running=8, lanes=1):
+    def __init__(self, num_pages=16, page_size=4, chunk=16, max_running=8, lanes=1, cache=None):
         self.total = num_pages * lanes
-        self.cache = PrefixCache(CPSharedPagedAllocator(num_pages, page_size, lanes))
+        self.cache = cache or PrefixCache(CPSharedPagedAllocator(num_pages, page_size, lanes))
         self.context_length = self.total * page_size
         self.scheduler = Scheduler(
             self.cache,
@@ -146,6 +148,51 @@ def test_a_request_that_needs_pinned_pages_gets_them():
     assert h.tokens["running"] == answer([8] * 9, 20)
     assert h.cache.pinned_pages == 0
     assert h.cache.counts["pins_dropped"] == 1
+
+
+def test_a_pin_is_of_the_prompt_alone_also_after_a_replay():
+    h = Harness(num_pages=40)
+    prompt = list(range(13))
+    h.submit("replayed", prompt, max_tokens=20, output=answer(prompt, 10), pin_s=3600)
+    h.run()
+    assert h.tokens["replayed"] == answer(prompt, 20)
+    assert h.cache.pinned_pages == 3
+
+
+def test_the_last_one_that_runs_takes_pinned_pages_in_the_same_step():
+    """It retracts itself, and nobody else would ever bring the next step."""
+    h = Harness()
+    h.submit("pinned", range(30), max_tokens=2, pin_s=3600)
+    h.run()
+    prompt = [9] * 34
+    h.submit("grows", prompt, max_tokens=6)
+    h.run()
+    assert h.tokens["grows"] == answer(prompt, 6)
+    assert h.scheduler.counts["retracted"] == 1
+    assert h.cache.counts["pins_dropped"] == 1
+
+
+@pytest.mark.parametrize("policy", [None, "write_through", "write_back"])
+def test_a_pin_ends_on_a_worker_that_has_nothing_to_do(policy: WritePolicy | None):
+    now = [0]
+    pages = CPSharedPagedAllocator(16, 4)
+    cache = PrefixCache(pages, clock=lambda: now[0])
+    if policy is not None:
+        host = CPSharedPagedAllocator(16, 4)
+        cache = TieredCache(pages, host, policy=policy, clock=lambda: now[0])
+    h = Harness(cache=cache)
+    [page] = cache.alloc(1)
+    inserted = cache.insert([1, 2, 3, 4], [page])
+    cache.lock(inserted.node)
+    assert cache.pin(inserted.node, 5)
+    cache.unlock(inserted.node)
+    now[0] = 4
+    h.scheduler.plan()
+    assert h.scheduler.pinned_pages == 1
+    now[0] = 5
+    h.scheduler.plan()
+    assert h.scheduler.pinned_pages == 0
+    assert h.scheduler.cache_counts["pins_expired"] == 1
 
 
 def test_identical_prompts_submitted_together_are_computed_once():
