@@ -17,7 +17,7 @@ from server.config import GROUPS, NOT_FOR, ServeConfig
 
 SCHEMA = Path(__file__).parent / "values.schema.json"
 ROLES = ("frontend", "prefill", "decode")
-# What templates give as flags, or what only a fleet of one machine has.
+# What templates give as flags, what only a fleet of one machine has, and a tier that none has yet.
 OF_THE_CHART = frozenset(
     {
         "api_key",
@@ -30,6 +30,7 @@ OF_THE_CHART = frozenset(
         "drain_delay_s",
         "drain_timeout_s",
         "health_address",
+        "hicache_storage_backend",
         "host",
         "kubernetes_api",
         "kubernetes_credentials",
@@ -92,6 +93,7 @@ def _property(field: FieldInfo) -> dict[str, Any]:
             ("ge", "minimum"),
             ("gt", "exclusiveMinimum"),
             ("le", "maximum"),
+            ("lt", "exclusiveMaximum"),
             ("min_length", "minLength"),
             ("pattern", "pattern"),
         ):

@@ -18,8 +18,8 @@
 {{/* Selector of one component: [root, "frontend"]; of all: [root, ""]. */}}
 {{- define "plait.selector" -}}
 {{- $root := index . 0 }}{{ $component := index . 1 -}}
-app.kubernetes.io/name: {{ include "plait.name" $root }}
-app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/name: {{ include "plait.name" $root | quote }}
+app.kubernetes.io/instance: {{ $root.Release.Name | quote }}
 {{- with $component }}
 app.kubernetes.io/component: {{ . }}
 {{- end }}
@@ -91,6 +91,9 @@ app.kubernetes.io/part-of: plait
 {{/* Rules that no schema can express. Each message names the values and what would be accepted. */}}
 {{- define "plait.check" -}}
 {{- $v := .Values }}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "plait.fullname" .)) }}
+{{- fail (printf "release %s: its services would be called %s, which Kubernetes refuses; expected small letters, digits and -, a letter first, as the release's name or as fullnameOverride" .Release.Name (include "plait.fullname" .)) }}
+{{- end }}
 {{- if gt (int $v.prefill.hosts) 1 }}
 {{- fail (printf "prefill.hosts %d: a prefill group runs on one host, its ranks share unix sockets and memory; expected 1. For more hosts raise prefill.groups: groups work side by side" (int $v.prefill.hosts)) }}
 {{- end }}
@@ -106,6 +109,17 @@ app.kubernetes.io/part-of: plait
 {{- if gt (int $v.transfer.minPort) (int $v.transfer.maxPort) }}
 {{- fail (printf "transfer.minPort %d: is above transfer.maxPort %d; expected a range" (int $v.transfer.minPort) (int $v.transfer.maxPort)) }}
 {{- end }}
+{{- range $port := list 7000 7001 }}
+{{- if and (le (int $v.transfer.minPort) $port) (ge (int $v.transfer.maxPort) $port) }}
+{{- fail (printf "transfer.minPort %d, transfer.maxPort %d: %d is among them, where workers listen already; expected a range without it" (int $v.transfer.minPort) (int $v.transfer.maxPort) $port) }}
+{{- end }}
+{{- end }}
+{{- if lt (sub (add $v.transfer.maxPort 1) $v.transfer.minPort) (mul 2 (int $v.prefill.cpSize)) }}
+{{- fail (printf "transfer.minPort %d, transfer.maxPort %d: each rank of a pod takes two ports; expected %d ports or more" (int $v.transfer.minPort) (int $v.transfer.maxPort) (mul 2 (int $v.prefill.cpSize))) }}
+{{- end }}
+{{- if and $v.prefill.options.enable_nsa_prefill_cp_shared_kv (eq (int $v.prefill.cpSize) 1) }}
+{{- fail "prefill.options.enable_nsa_prefill_cp_shared_kv: one rank has nobody to share with; expected prefill.cpSize 2 or more, or no such option" }}
+{{- end }}
 {{- if and (eq $v.transfer.protocol "rdma") (not $v.transfer.rdmaResource) }}
 {{- fail "transfer.rdmaResource is empty: with transfer.protocol rdma expected the device plugin's resource, such as rdma/hca" }}
 {{- end }}
@@ -113,6 +127,17 @@ app.kubernetes.io/part-of: plait
 {{- range (index $v $role).env }}
 {{- if hasPrefix "PLAIT_" .name }}
 {{- fail (printf "%s.env: %s is an option of plait; expected %s among %s.options, or none where the chart sets it itself" $role .name (.name | trimPrefix "PLAIT_" | lower) $role) }}
+{{- end }}
+{{- end }}
+{{- $options := (index $v $role).options }}
+{{- range $option := keys $options | sortAlpha }}
+{{- if and (hasPrefix "hicache_" $option) (not (hasKey $options "enable_hierarchical_cache")) }}
+{{- fail (printf "%s.options.%s: means nothing without %s.options.enable_hierarchical_cache; expected both or neither" $role $option $role) }}
+{{- end }}
+{{- end }}
+{{- range $label := list "name" "instance" "component" }}
+{{- if hasKey (index $v $role).podLabels (printf "app.kubernetes.io/%s" $label) }}
+{{- fail (printf "%s.podLabels: app.kubernetes.io/%s is what the chart finds its pods by; expected other labels" $role $label) }}
 {{- end }}
 {{- end }}
 {{- $scaling := (index $v $role).autoscaling }}

@@ -53,7 +53,7 @@ affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 topologySpreadConstraints:
   {{- if $values.topologySpreadConstraints }}
@@ -129,7 +129,7 @@ readinessProbe:
 - name: models
   {{- if eq .Values.model.source "claim" }}
   persistentVolumeClaim:
-    claimName: {{ .Values.model.claim.name }}
+    claimName: {{ .Values.model.claim.name | quote }}
     readOnly: true
   {{- else if eq .Values.model.pull.volume "claim" }}
   persistentVolumeClaim:
@@ -140,11 +140,11 @@ readinessProbe:
   {{- end }}
 - name: cluster-key
   secret:
-    secretName: {{ include "plait.clusterKeySecret" . }}
+    secretName: {{ include "plait.clusterKeySecret" . | quote }}
     # Not for everybody to read: plait refuses a key that is.
     defaultMode: 0440
     items:
-      - key: {{ .Values.clusterKey.secretKey }}
+      - key: {{ .Values.clusterKey.secretKey | quote }}
         path: key
 - name: home
   emptyDir:
@@ -195,10 +195,10 @@ initContainers:
 {{- if and (eq .Values.model.source "pull") .Values.model.pull.tokenSecret }}
 - name: hub-token
   secret:
-    secretName: {{ .Values.model.pull.tokenSecret }}
+    secretName: {{ .Values.model.pull.tokenSecret | quote }}
     defaultMode: 0440
     items:
-      - key: {{ .Values.model.pull.tokenSecretKey }}
+      - key: {{ .Values.model.pull.tokenSecretKey | quote }}
         path: token
 {{- end }}
 {{- end }}
@@ -213,7 +213,7 @@ securityContext:
 {{- with $root.Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | quote }}
   {{- end }}
 {{- end }}
 {{- include "plait.scheduling" . }}

@@ -9,8 +9,8 @@
 apiVersion: apps/v1
 kind: StatefulSet
 metadata:
-  name: {{ $name }}
-  namespace: {{ $root.Release.Namespace }}
+  name: {{ $name | quote }}
+  namespace: {{ $root.Release.Namespace | quote }}
   labels:
     {{- include "plait.labels" (list $root $role) | nindent 4 }}
 spec:
@@ -30,7 +30,7 @@ spec:
       automountServiceAccountToken: false
       {{- if $onGpu }}
       {{- with $root.Values.accelerator.runtimeClassName }}
-      runtimeClassName: {{ . }}
+      runtimeClassName: {{ . | quote }}
       {{- end }}
       {{- end }}
       {{- include "plait.podCommon" (list $root $role) | nindent 6 }}
@@ -103,8 +103,8 @@ spec:
 apiVersion: v1
 kind: Service
 metadata:
-  name: {{ $name }}
-  namespace: {{ $root.Release.Namespace }}
+  name: {{ $name | quote }}
+  namespace: {{ $root.Release.Namespace | quote }}
   labels:
     {{- include "plait.labels" (list $root $role) | nindent 4 }}
 spec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import yaml
 
 from engine.cluster_key import ClusterKey
-from tests.helm.chart import APIS, CHART, EXAMPLES, Manifest, Rendered, render, render_example
+from tests.helm.chart import APIS, CHART, EXAMPLES, Manifest, Rendered, render, render_example, run
 
 ROLES = ("frontend", "prefill", "decode")
 PROBES = {"startupProbe": "/health", "livenessProbe": "/live", "readinessProbe": "/ready"}
@@ -315,6 +316,55 @@ def test_scaling_aims_at_what_it_scales(kind: str) -> None:
         for trigger in scaler["spec"].get("triggers", []):
             assert 'pod=~"rel-plait-' in trigger["metadata"]["query"]
     assert not render().of("HorizontalPodAutoscaler")
+
+
+def test_scaling_keeps_to_the_longest_period_that_kubernetes_takes() -> None:
+    found = render({"drain": {"timeoutSeconds": 7200}, "decode": {"autoscaling": {"kind": "hpa"}}})
+    (scaler,) = found.of("HorizontalPodAutoscaler")
+    (policy,) = scaler["spec"]["behavior"]["scaleDown"]["policies"]
+    assert policy["periodSeconds"] == 1800
+
+
+def test_names_that_yaml_takes_for_something_else_stay_text() -> None:
+    values = {
+        "fullnameOverride": "on",
+        "nameOverride": "1e3",
+        "apiKeys": {"secretKey": "null", "existingSecret": "123"},
+        "clusterKey": {"secretKey": "12", "existingSecret": ""},
+        "model": {"servedName": "GLM: 5 #1", "source": "claim", "claim": {"name": "7"}},
+        "frontend": {"priorityClassName": "no"},
+    }
+    argv = ["template", "123", str(CHART), "--namespace", "456", "--values", "-"]
+    done = run(*argv, stdin=json.dumps(values))
+    assert done.returncode == 0, done.stderr
+    manifests = [m for m in yaml.safe_load_all(done.stdout) if m]
+    for manifest in manifests:
+        metadata = manifest["metadata"]
+        texts = [metadata["name"], metadata["namespace"], *metadata["labels"].values()]
+        assert all(isinstance(text, str) for text in texts), texts
+        assert metadata["labels"]["app.kubernetes.io/instance"] == "123"
+    (deployment,) = [m for m in manifests if m["kind"] == "Deployment"]
+    spec = deployment["spec"]["template"]["spec"]
+    assert spec["priorityClassName"] == "no"
+    assert flag(spec["containers"][0], "--served-model-name") == "GLM: 5 #1"
+    of = {volume["name"]: volume for volume in spec["volumes"]}
+    assert of["models"]["persistentVolumeClaim"]["claimName"] == "7"
+    assert of["api-keys"]["secret"]["secretName"] == "123"
+    assert of["api-keys"]["secret"]["items"] == [{"key": "null", "path": "keys"}]
+    (secret,) = [m for m in manifests if m["kind"] == "Secret"]
+    assert list(secret["data"]) == ["12"]
+
+
+def test_a_monitor_sends_the_key_that_metrics_need() -> None:
+    guarded = {"frontend": {"options": {"metrics_need_key": True}}}
+    found = render(guarded, "--api-versions", APIS[0])
+    (endpoint,) = found.get("PodMonitor", "frontend")["spec"]["podMetricsEndpoints"]
+    assert endpoint["authorization"]["credentials"] == {
+        "name": "rel-plait-api-keys",
+        "key": "api-keys",
+    }
+    (endpoint,) = found.get("PodMonitor", "workers")["spec"]["podMetricsEndpoints"]
+    assert "authorization" not in endpoint  # port 7001 has no keys
 
 
 def test_a_large_target_is_written_as_a_number() -> None:

@@ -78,6 +78,30 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"transfer": {"protocol": "rdma"}}, "transfer.rdmaResource is empty: .* such as rdma/hca"),
     ({"transfer": {"minPort": 80}}, "at '/transfer/minPort': minimum: got 80, want 1,024"),
     ({"transfer": {"minPort": 18000}}, "transfer.minPort 18000: is above transfer.maxPort 17000"),
+    ({"transfer": {"minPort": 6900}}, "maxPort 17000: 7000 is among them, where workers listen"),
+    (
+        {"transfer": {"minPort": 20000, "maxPort": 20002}, "prefill": {"cpSize": 2}},
+        "each rank of a pod takes two ports; expected 4 ports or more",
+    ),
+    (
+        {"prefill": {"options": {"enable_nsa_prefill_cp_shared_kv": True}}},
+        "one rank has nobody to share with; expected prefill.cpSize 2 or more",
+    ),
+    (
+        {"decode": {"options": {"hicache_ratio": 3}}},
+        "decode.options.hicache_ratio: means nothing without decode.options.enable_hierarchical",
+    ),
+    ({"prefill": {"options": {"hicache_storage_backend": "x"}}}, "'hicache_storage_backend' not"),
+    (
+        {"decode": {"options": {"mem_fraction_static": 1}}},
+        "at '/decode/options/mem_fraction_static': exclusiveMaximum: got 1, want 1",
+    ),
+    (
+        {"frontend": {"podLabels": {"app.kubernetes.io/component": "decode"}}},
+        "frontend.podLabels: app.kubernetes.io/component is what the chart finds its pods by",
+    ),
+    ({"fullnameOverride": "a.b"}, "its services would be called a.b, .* a letter first"),
+    ({"fullnameOverride": "1a"}, "its services would be called 1a, .* a letter first"),
     ({"drain": {"timeoutSeconds": -5}}, "at '/drain/timeoutSeconds': minimum: got -5, want 0"),
     (
         {"frontend": {"autoscaling": {"kind": "hpa", "minReplicas": 9}}},
@@ -157,7 +181,8 @@ def test_options_arrive_as_they_were_written() -> None:
                     "cors_allow_origins": ["https://a.org", "https://b.org"],
                 }
             },
-            "prefill": {"options": {"hicache_ratio": 1.5, "log_level": "error"}},
+            "prefill": {"options": {"dtype": "float32", "log_level": "error"}},
+            "decode": {"options": {"mem_fraction_static": 0.75}},
         }
     )
     env = {v["name"]: v.get("value") for v in rendered.container("frontend")["env"]}
@@ -166,5 +191,6 @@ def test_options_arrive_as_they_were_written() -> None:
     assert env["PLAIT_CORS_ALLOW_ORIGINS"] == "https://a.org,https://b.org"
     assert env["PLAIT_LOG_LEVEL"] == "debug"
     env = {v["name"]: v.get("value") for v in rendered.container("prefill")["env"]}
-    assert env["PLAIT_HICACHE_RATIO"] == "1.5"
     assert env["PLAIT_LOG_LEVEL"] == "error"  # the role's own wins
+    env = {v["name"]: v.get("value") for v in rendered.container("decode")["env"]}
+    assert env["PLAIT_MEM_FRACTION_STATIC"] == "0.75"
