@@ -125,8 +125,8 @@ def _split_commas(value: object) -> object:
 
 # NoDecode: an environment variable holds a comma list, not JSON
 Strings = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
-ADDRESS = r"^(tcp://.+:\d+|ipc:///.+)$"
-HEALTH_ADDRESS = r"^(\[[0-9A-Fa-f:.]+\]|[^\s:/]+):\d{1,5}$"
+ADDRESS = rf"^(tcp://.+:{places.PORT}|ipc:///.+)$"
+HEALTH_ADDRESS = rf"^(\[[0-9A-Fa-f:.]+\]|[^\s:/]+):{places.PORT}$"
 Places = Annotated[
     tuple[Annotated[str, Field(pattern=places.PATTERN)], ...],
     NoDecode,

@@ -18,8 +18,10 @@ KINDS: dict[str, PlaceKind] = {
 }
 
 _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"  # of a Kubernetes name
+# 0 to 65535: what is above would be taken for its remainder.
+PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d{2}|6[0-4]\d{3}|[1-5]\d{4}|\d{1,4})"
 PATTERN = (
-    r"^(tcp://.+:\d+|ipc:///.+|dns://[^\s/:]+:\d+"
+    rf"^(tcp://.+:{PORT}|ipc:///.+|dns://[^\s/:]+:{PORT}"
     rf"|k8s://{_LABEL}(\.{_LABEL})?:{_LABEL})$"
 )
 ACCEPTED = "tcp://HOST:PORT, ipc:///PATH, dns://NAME:PORT or k8s://SERVICE[.NAMESPACE]:PORT"

@@ -255,6 +255,24 @@ def test_a_worker_of_a_cluster_has_probes_of_its_own_and_a_local_fleets_has_none
     assert told(1) is None
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("listen", "tcp://127.0.0.1:{}"),
+        ("health_address", "127.0.0.1:{}"),
+        ("workers", "tcp://127.0.0.1:{}"),
+        ("workers", "dns://workers:{}"),
+    ],
+)
+def test_a_port_is_at_most_65535(option: str, value: str) -> None:
+    """A socket would take what is above for its remainder."""
+    for port in (65536, 70000, 7999999):
+        with pytest.raises(config.ConfigError, match=f"{port}: expected "):
+            config.load({option: value.format(port)})
+    for port in (0, 7000, 59999, 65535):
+        config.load({option: value.format(port)})
+
+
 @pytest.mark.parametrize("address", ["7001", "host:", "host:port", "http://host:7001", "::1:7001"])
 def test_a_health_address_is_host_and_port(address: str) -> None:
     with pytest.raises(config.ConfigError, match=r"health-address .*: expected HOST:PORT"):
