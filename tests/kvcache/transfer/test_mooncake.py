@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -182,6 +183,15 @@ def test_a_peer_that_is_killed(engine: MooncakeEngine, peers: tuple[Peer, Peer])
     engine.forget(victim.session)
 
 
+def stop(pid: int) -> None:
+    """Until none of its threads runs any more: a signal takes its time on a busy machine."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + WAIT_S
+    threads = list(Path(f"/proc/{pid}/task").iterdir())
+    while any((t / "stat").read_text().rpartition(")")[2].split()[0] != "T" for t in threads):
+        assert time.monotonic() < deadline
+
+
 def test_a_peer_that_is_stopped_and_goes_on(
     engine: MooncakeEngine, other: MooncakeEngine, peer: Peer
 ) -> None:
@@ -189,7 +199,7 @@ def test_a_peer_that_is_stopped_and_goes_on(
     theirs = registered(other, random_pool(DSA, NUM_PAGES, 3))
     writes = plan_writes(ours.record(), peer.records[DSA_NAME], PAGES, PAGES)
     engine.write(peer.session, writes[:1]).result(WAIT_S)
-    os.kill(peer.pid, signal.SIGSTOP)
+    stop(peer.pid)
     stopped = engine.write(peer.session, writes)
     elsewhere = plan_writes(ours.record(), theirs.record(), PAGES, PAGES)
     engine.write(other.session, elsewhere).result(WAIT_S)  # does not wait for it
@@ -203,7 +213,7 @@ def test_a_stopped_peer_is_given_up_on_request(engine: MooncakeEngine, peer: Pee
     ours = registered(engine, random_pool(DSA, NUM_PAGES, 4))
     writes = plan_writes(ours.record(), peer.records[DSA_NAME], PAGES, PAGES)
     engine.write(peer.session, writes[:1]).result(WAIT_S)
-    os.kill(peer.pid, signal.SIGSTOP)
+    stop(peer.pid)
     stopped = engine.write(peer.session, writes)
     engine.forget(peer.session)
     with pytest.raises(TransferError, match="the peer was given up"):
@@ -222,7 +232,7 @@ def test_a_peer_that_stays_stopped(
     engine.write(peer.session, writes[:1]).result(WAIT_S)
     monkeypatch.setattr(mooncake, "_STALL_S", 0.05)
     monkeypatch.setattr(mooncake, "_ANSWER_S", 0.05)
-    os.kill(peer.pid, signal.SIGSTOP)
+    stop(peer.pid)
     try:
         with pytest.raises(TransferError, match=f"nothing moved .* {len(writes)} requests undec"):
             engine.write(peer.session, writes).result(WAIT_S)
