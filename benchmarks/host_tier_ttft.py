@@ -7,8 +7,9 @@ computed 128 tokens a step; once without a host tier and once with one of 56 pag
 
 - alone: three prompts of 16 pages, one at a time, then again, when the pool has forgotten them.
   Cold, from host memory, and once more at once, from the device.
-- crowd: 64 requests at once with the prefixes of 25 documents of 3 pages, three of each: more than
-  both tiers hold. Prefills in chunks and decodes share the batches, both tiers evict.
+- crowd: 192 requests, 64 at once, with the prefixes of 25 documents of 3 pages, some popular, most
+  not: more than both tiers hold. Prefills in chunks and decodes share the batches, both
+  tiers evict.
 
 The gate comes first: every answer of the server with a host tier equals that of the one without.
 Prints tables; exits with 1 where an answer differs or a hit is not reported.
@@ -96,19 +97,23 @@ async def crowd(http: httpx.AsyncClient, num: int, at_once: int) -> list[Told]:
     documents = [tokens(DOCUMENT_PAGES * PAGE, f"document {i}") for i in range(NUM_DOCUMENTS)]
     room = asyncio.Semaphore(at_once)
 
-    async def one(number: int) -> Told:
-        document = documents[number % NUM_DOCUMENTS]
+    asked: list[tuple[list[int], int]] = []
+    for number in range(num):
+        document = documents[min(int(rng.expovariate(0.15)), NUM_DOCUMENTS - 1)]
         own = tokens(rng.choice([3, 40, 90]), f"own {number}")
-        async with room:
-            return await ask(http, document + own, rng.choice([2, 6, 12]))
+        asked.append((document + own, rng.choice([2, 6, 12])))
 
-    return list(await asyncio.gather(*(one(number) for number in range(num))))
+    async def one(token_ids: list[int], max_tokens: int) -> Told:
+        async with room:
+            return await ask(http, token_ids, max_tokens)
+
+    return list(await asyncio.gather(*(one(*each) for each in asked)))
 
 
 async def both(served: Served, at_once: int) -> tuple[dict[str, list[Told]], list[Told]]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=served.url, timeout=1800, limits=limits) as http:
-        return await alone(http), await crowd(http, at_once, at_once)
+        return await alone(http), await crowd(http, 3 * at_once, at_once)
 
 
 def measure(model: Path, cp: int, at_once: int, has_tier: bool) -> dict[str, Any]:
