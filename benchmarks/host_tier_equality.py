@@ -137,7 +137,8 @@ def is_right(row: Row) -> bool:
         not row.different
         and not row.cold_cached_tokens
         and row.host_tokens > 0
-        and row.evicted_host_pages > 0
+        # What is backed up at its second use only may fit
+        and (row.evicted_host_pages > 0 or row.policy == "write_through_selective")
     )
 
 
