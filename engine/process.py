@@ -19,6 +19,12 @@ def set_title(title: str) -> None:
     setproctitle.setproctitle(title)
 
 
+def unblock_signals() -> None:
+    """Have SIGTERM and SIGINT reach this process, also where its parent held them back: a mask is
+    inherited, and with it nothing short of SIGKILL would end this one."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
+
+
 def die_with_parent(parent_pid: int | None = None) -> None:
     """Have the kernel kill this process when its parent thread ends, however that happens.
 

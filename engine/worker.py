@@ -35,7 +35,7 @@ from engine.model.config import ConfigError
 from engine.model.weights import WeightError
 from engine.peers import LOOK_S
 from engine.plan import StepPlan
-from engine.process import BAD_OPTIONS, die_with_parent, set_title
+from engine.process import BAD_OPTIONS, die_with_parent, set_title, unblock_signals
 from engine.stopwatch import Stopwatch
 from engine.tracing import NO_TRACER, Tracer, open_tracer
 from engine.types import Load, TokenOut
@@ -289,7 +289,7 @@ def _end_where_it_loads() -> threading.Event:
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see server/roles.py
+    unblock_signals()
     return is_to_end
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from engine.process import unblock_signals
 from server import config
 from server.bench import options as bench_options
 
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "bench": _bench,
         "prefill-check": _prefill_check,
     }[verb]
+    unblock_signals()
     try:
         return run(args)
     except config.ConfigError as error:

@@ -11,6 +11,7 @@ import signal
 import sys
 from typing import Literal
 
+from engine.process import unblock_signals
 from server import logs, model_source
 from server.config import DEFAULT_LISTEN, ServeConfig
 from server.launcher import read_key
@@ -42,4 +43,7 @@ def run_worker(config: ServeConfig, role: Literal["prefill", "decode"]) -> int:
     command = worker_command(told)
     # Held back until the worker says what it means.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    os.execve(command[0], command, WORKER_ENVIRONMENT | os.environ)
+    try:
+        os.execve(command[0], command, WORKER_ENVIRONMENT | os.environ)
+    finally:  # it did not become the worker
+        unblock_signals()

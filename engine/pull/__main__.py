@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from engine.process import unblock_signals
 from engine.pull import cache
 from engine.pull.source import SMOLLM2, SOURCE_VARIABLE
 
@@ -18,6 +19,7 @@ from engine.pull.source import SMOLLM2, SOURCE_VARIABLE
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _leave)
+    unblock_signals()
     given = options.source or os.environ.get(SOURCE_VARIABLE)
     path = cache.default_model_path(options.home)
     if not options.force and _is_whole(path):

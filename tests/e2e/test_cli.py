@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from tests.served import LINE_TIMEOUT_S, PLAIT, READY, serving
+from tests.served import LINE_TIMEOUT_S, PLAIT, READY, Running, serving
 from tests.tiny import save_llama
 
 pytestmark = pytest.mark.e2e
@@ -152,6 +153,20 @@ def test_serve_answers_the_printed_line_replaces_a_killed_worker_and_drains(
         assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
         assert served.wait() == 0
         assert not psutil.pid_exists(second)
+
+
+def test_a_process_whose_parent_holds_signals_back_ends_when_it_is_asked(tiny_model: Path) -> None:
+    held = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    try:
+        argv = ["--model", str(tiny_model), "--port", "0", "--workers", "tcp://127.0.0.1:9"]
+        front_end = Running("frontend", *argv)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
+    with contextlib.closing(front_end):
+        front_end.wait_for(re.compile("workers at"))
+        front_end.send(signal.SIGTERM)
+        assert front_end.wait() in (0, 128 + signal.SIGTERM)  # the latter: it was starting
 
 
 def test_what_is_not_done_at_the_end_of_the_drain_gets_an_error_chunk(tiny_model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -266,6 +267,8 @@ def become(monkeypatch: pytest.MonkeyPatch, folder: Path, *argv: str) -> WorkerC
     monkeypatch.chdir(folder)  # and back, at the end
     with pytest.raises(Became):
         main(list(argv))
+    # Held back for the worker only: here it would be so in every process that a later test starts.
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     [[python, _, module, text]] = commands
     assert (python, module) == (sys.executable, "engine.worker")
     return msgspec.json.decode(text, type=WorkerConfig)
