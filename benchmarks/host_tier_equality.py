@@ -113,8 +113,8 @@ def compare(
         cp_size=cp,
     )
     answer(tiered, asked)
-    counts = tiered.engine.scheduler.cache_counts
-    tiered.engine.scheduler._cache.check()
+    counts = tiered.engine.scheduler.cache.counts
+    tiered.engine.scheduler.cache.check()
     tiered.close()
     return Row(
         policy=policy,

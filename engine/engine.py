@@ -115,12 +115,12 @@ class Engine:
         """Fold in what a rank reports beside the steps. Raises HostCopyError where a copy between
         the tiers has failed: this group must end."""
         if isinstance(report, RoomReport):
-            self.scheduler.report(report)
+            self.scheduler.prefill_side.report(report)
             return
         if report.error:
             raise HostCopyError(f"item {report.item} on rank {report.rank}: {report.error}")
         self.host_reports[report.rank] = report
-        self.scheduler.acknowledge(report.item, report.rank)
+        self.scheduler.cache.acknowledge(report.item, report.rank)
 
     @property
     def record(self) -> PoolRecord | None:

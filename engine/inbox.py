@@ -79,7 +79,7 @@ class Inbox:
             case Prefill():
                 self._prefill(peer, message)
             case CloseRoom(room=room):
-                if not self._scheduler.close_room(room):
+                if not self._scheduler.prefill_side.close_room(room):
                     self._channel.send(peer.identity, RoomClosed(room=room))
 
     def _register(self, identity: str, message: Register) -> None:
@@ -118,7 +118,7 @@ class Inbox:
         )
 
     def _prefill(self, peer: Peer, message: Prefill) -> None:
-        if self._scheduler.prefill_side.get(message.room) is not None:
+        if self._scheduler.prefill_side.knows(message.room):
             self._refuse("duplicate_room", f"room {message.room} was asked for twice")
             return
         rid = message.request.rid
@@ -183,7 +183,7 @@ class Inbox:
 
     def _take_upstream(self, address: str, message: Event) -> None:
         if isinstance(message, Disconnected):
-            self._scheduler.lose_prefill(address)
+            self._scheduler.decode_side.lose_prefill(address)
             return
         is_new = self._upstreams.heard(
             address, message.instance_id if isinstance(message, Hello) else None
@@ -194,10 +194,10 @@ class Inbox:
             case Hello() if is_new:
                 self._scheduler.decode_side.replaced(address)
             case Handoff(room=room, token_id=token_id):
-                if not self._scheduler.arrive(room, token_id):
+                if not self._scheduler.decode_side.arrive(room, token_id):
                     self._refuse("unknown_room", f"a hand-off for room {room}, which is unknown")
             case RoomClosed(room=room):
-                if not self._scheduler.room_closed(message):
+                if not self._scheduler.decode_side.room_closed(message):
                     self._refuse("unknown_room", f"the end of room {room}, which is unknown")
             case _:
                 pass
@@ -218,7 +218,7 @@ class Inbox:
         for address in self._upstreams.look():
             if not self._channel.is_up(address):  # what was to be said there was never heard
                 self._channel.hang_up(address)
-            self._scheduler.lose_prefill(address)
+            self._scheduler.decode_side.lose_prefill(address)
             if not self._scheduler.decode_side.has(address):
                 self._channel.hang_up(address)
                 self._upstreams.remove(address)
@@ -226,11 +226,11 @@ class Inbox:
 
     def _lose(self, peer: Peer) -> None:
         if peer.kind == "worker":
-            self._scheduler.lose_decode(peer.name)
+            self._scheduler.prefill_side.lose_decode(peer.name)
             return
         for rid in [rid for rid, owner in self._owners.items() if owner == peer.name]:
             self._scheduler.abort(rid)
-            self._scheduler.close_rooms_of(rid)
+            self._scheduler.prefill_side.close_rooms_of(rid)
 
     def forget_owners(self) -> None:
         """Of requests that nothing more will be said about."""
@@ -279,7 +279,9 @@ class Inbox:
             self._refuse("address", str(error))
             # Notes of these are sent the next time.
             if isinstance(message, Prefill):  # nobody was asked: no byte can come
-                self._scheduler.room_closed(RoomClosed(room=message.room, reason=str(error)))
+                self._scheduler.decode_side.room_closed(
+                    RoomClosed(room=message.room, reason=str(error))
+                )
             return None
         self._upstreams.asked(address)
         return address

@@ -252,7 +252,6 @@ def _build_scheduler(
 ) -> Scheduler:
     return Scheduler(
         _build_cache(config, capacity, setup.num_host_pages, events),
-        page_size=capacity.page_size,
         chunk_size=capacity.chunk_size,
         max_running=config.max_running_requests,
         context_length=capacity.context_length,

@@ -200,18 +200,18 @@ def _from_pool(load: Load, engine: Engine) -> Iterator[Metric]:
     owned = GaugeMetricFamily(
         "plait_pool_used_pages", "KV pages in use, by the rank that owns them", labels=["rank"]
     )
-    for rank, used in enumerate(engine.scheduler.used_pages_by_lane):
+    for rank, used in enumerate(engine.scheduler.cache.used_pages_by_lane()):
         owned.add_metric([str(rank)], used)
     yield owned
 
 
 def _pins(engine: Engine) -> Iterator[Metric]:
     yield GaugeMetricFamily(
-        "plait_pinned_pages", "Pages of pinned prefixes", value=engine.scheduler.pinned_pages
+        "plait_pinned_pages", "Pages of pinned prefixes", value=engine.scheduler.cache.pinned_pages
     )
     pins = CounterMetricFamily("plait_pins", "What became of pins", labels=["event"])
     for event in _PINS:
-        pins.add_metric([event], engine.scheduler.cache_counts[f"pins_{event}"])
+        pins.add_metric([event], engine.scheduler.cache.counts[f"pins_{event}"])
     yield pins
 
 
@@ -261,7 +261,7 @@ def _from_handoffs(load: Load, engine: Engine) -> Iterator[Metric]:
 def _from_host_tier(load: Load, engine: Engine) -> Iterator[Metric]:
     if not load.total_host_pages:
         return
-    counts = engine.scheduler.cache_counts
+    counts = engine.scheduler.cache.counts
     pages = GaugeMetricFamily("plait_host_pages", "Pages of the host tier", labels=["state"])
     pages.add_metric(["cached"], load.total_host_pages - load.free_host_pages)
     pages.add_metric(["free"], load.free_host_pages)
@@ -282,7 +282,9 @@ def _from_host_tier(load: Load, engine: Engine) -> Iterator[Metric]:
         held_bytes.add_metric([tier], num_tokens * engine.bytes_per_token * num_copies)
     yield from (held_tokens, held_bytes)
     yield GaugeMetricFamily(
-        "plait_host_copies", "Copies between the tiers under way", value=engine.scheduler.num_copies
+        "plait_host_copies",
+        "Copies between the tiers under way",
+        value=engine.scheduler.cache.num_under_way,
     )
     yield CounterMetricFamily(
         "plait_host_hit_tokens",

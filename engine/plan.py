@@ -61,11 +61,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     # req_index whose state is dropped before this step; unknown ones are ignored
     finished: list[int] = []
-    starts: list[Start] = []
+    starts: list[Start] = []  # after those were dropped: an index may be in both
     extends: list[Extend] = []  # the batch, in order; empty: nothing is computed
-    open_rooms: list[OpenRoom] = []
-    pushes: list[PushPages] = []
-    close_rooms: list[str] = []  # push nothing more for these, done before the forward
+    open_rooms: list[OpenRoom] = []  # before the forward, like those to close
+    pushes: list[PushPages] = []  # after the forward
+    close_rooms: list[str] = []  # push nothing more for these
     # Copies between the tiers: they begin before the forward, which waits for the load-backs
     host: HostOrders = msgspec.field(default_factory=HostOrders)
 

@@ -10,9 +10,10 @@ Who owns which part of the request's KV (positions in tokens):
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.handoff.room import Incoming, Outgoing
-from engine.types import Request, SamplingParams, TokenLogprob
+from engine.types import Request, SamplingParams, TokenLogprob, TokenOut
 from kvcache.prefix_cache import Node
 
 
@@ -34,9 +35,8 @@ class Req:
     attempt: int = 0  # which of the front end's submissions this is
     outgoing: Outgoing | None = None  # its KV is pushed to a decode worker
     incoming: Incoming | None = None  # its KV comes from a prefill group, and is not there yet
-    spare: list[int] = field(
-        default_factory=list
-    )  # own pages out of use that a push may still read
+    # Own pages out of use that a push may still read
+    spare: list[int] = field(default_factory=list)
 
     @classmethod
     def new(cls, request: Request, output_ids: list[int], arrival: int) -> Req:
@@ -81,3 +81,14 @@ class Req:
     def scores_prompt(self) -> bool:
         """Its prompt's log-probabilities are still owed: every prompt position must be computed."""
         return self.sampling.prompt_logprobs is not None and self.num_emitted == 0
+
+    def out(self, **fields: Any) -> TokenOut:
+        """What its client is told next."""
+        return TokenOut(
+            rid=self.rid,
+            index=self.num_emitted,
+            attempt=self.attempt,
+            cached_tokens=self.num_cached or 0,
+            cached_host_tokens=self.num_cached_host,
+            **fields,
+        )

@@ -213,7 +213,8 @@ class Worker:
                 if self._has_ended:
                     return
                 for report in self._engine.mailbox.take():
-                    if isinstance(report, HostReport) or not self._scheduler.report_in_step(report):
+                    rooms = self._scheduler.prefill_side
+                    if not (isinstance(report, RoomReport) and rooms.report_in_step(report)):
                         self._reports.append(report)
                 self._inbox.send_notes()
 

@@ -7,13 +7,14 @@ is to be said goes to `notes`.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-from engine.handoff.note import Note
+from engine.handoff.note import Note, hand_back
 from engine.handoff.room import Incoming, Reservation
-from engine.messages import CloseRoom, HandBack, Prefill, RoomClosed
+from engine.messages import CloseRoom, Prefill, RoomClosed
 from engine.req import Req
-from engine.scheduler.running import RunningSet
+from engine.scheduler.requests import Requests
 from kvcache.prefix_cache import PrefixCache
 from kvcache.transfer.record import PoolRecord
 
@@ -39,19 +40,25 @@ class _Fence:
 
 
 class DecodeSide:
+    """Of one request, in order: `expect` when it is submitted, `ask` when it has its pages, then
+    `arrive`; or, at any time before, `close`, `room_closed` or `lose_prefill`."""
+
     def __init__(
         self,
         cache: PrefixCache,
-        running: RunningSet,
+        requests: Requests,
         notes: list[Note],
+        counts: Counter[str],
         destination: Destination | None,
     ) -> None:
         self._cache = cache
-        self._running = running
+        self._requests = requests
         self._notes = notes
+        self._counts = counts  # the scheduler's
         self._destination = destination
         self._wanted: set[str] = set()  # of requests that wait for pages
         self._rooms: dict[str, Req] = {}
+        self._arrived: list[Req] = []  # since the last step
         self._fences: dict[str, _Fence] = {}
 
     def __len__(self) -> int:
@@ -68,26 +75,21 @@ class DecodeSide:
     def knows(self, room: str) -> bool:
         return room in self._rooms or room in self._fences or room in self._wanted
 
-    def expect(self, req: Req) -> None:
-        """The request waits for pages; its room is taken from now on."""
-        self._wanted.add(_room(req).room)
-
-    def give_up(self, req: Req) -> None:
-        """The request has ended while it waited for pages."""
-        self._wanted.discard(_room(req).room)
-
     def has(self, prefill_address: str) -> bool:
         """A room or a fence that this prefill group may yet say something about."""
         rooms = (_room(req).prefill_address for req in self._rooms.values())
         fences = (fence.prefill_address for fence in self._fences.values())
         return prefill_address in {*rooms, *fences}
 
-    def get(self, room: str) -> Req | None:
-        return self._rooms.get(room)
+    # -- what the scheduler does with a request
 
-    def ask(self, req: Req, page_size: int) -> None:
+    def expect(self, req: Req) -> None:
+        """The request waits for pages; its room is taken from now on."""
+        self._wanted.add(_room(req).room)
+
+    def ask(self, req: Req) -> None:
         """The request has its pages: have them filled."""
-        incoming = _room(req)
+        incoming, page_size = _room(req), self._cache.page_size
         if self._destination is None:
             raise AssertionError("this worker has no transfer engine")
         self._wanted.discard(incoming.room)
@@ -111,52 +113,68 @@ class DecodeSide:
         )
         self._notes.append(Note(message, to=incoming.prefill_address))
 
-    def arrive(self, room: str, token_id: int) -> Req:
-        """All of the request's KV is here: it is an ordinary one from now on, about to decode."""
-        req = self._rooms.pop(room)
+    def take_arrived(self) -> list[Req]:
+        """Those whose KV has come since the last call."""
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def close(self, req: Req) -> None:
+        """The request ends before its KV is here."""
+        incoming = _room(req)
+        self._requests.remove(req)
+        if incoming.room in self._wanted:  # nobody was asked
+            self._wanted.remove(incoming.room)
+            return
+        del self._rooms[incoming.room]
+        self._fence(req)
+        self._notes.append(Note(CloseRoom(incoming.room), to=incoming.prefill_address))
+
+    # -- what the prefill side says
+
+    def arrive(self, room: str, token_id: int) -> bool:
+        """All of the request's KV is here, and `token_id` is its next token: it is an ordinary one
+        from now on, about to decode. False where there is no such room."""
+        req = self._rooms.pop(room, None)
+        if req is None:
+            return False
+        self._counts["handed_over"] += 1
         req.incoming = None
         req.num_computed = len(req.token_ids)
         req.num_pages_known = 0
         req.token_ids.append(token_id)
         req.num_emitted = req.num_output
-        return req
+        self._requests.running.keep_prompt(req)
+        self._arrived.append(req)
+        return True
 
-    def close(self, req: Req) -> None:
-        """The request has ended, and left the running set, before its KV was here."""
-        incoming = _room(req)
-        del self._rooms[incoming.room]
-        self._fence(req, incoming)
-        self._notes.append(Note(CloseRoom(incoming.room), to=incoming.prefill_address))
-
-    def closed(self, message: RoomClosed) -> Req | None:
-        """The prefill side is done with a room. The request that ends here with it, after it has
-        left the running set at the caller's; None where it was given up before."""
+    def room_closed(self, message: RoomClosed) -> bool:
+        """It is done with a room and hands nothing over. False where there is no such room."""
+        is_known = self.knows(message.room)
+        req = self._rooms.pop(message.room, None)
+        if req is not None:
+            self._requests.remove(req)
+            self._fence(req)
+            if message.reason:
+                self._notes.append(hand_back(req, message.reason))
         if message.room in self._fences:
-            self._settle(message)
-        return self._rooms.pop(message.room, None)
+            if message.is_quiet:
+                self._lift(message.room)
+            else:  # bytes may still come
+                self._fences[message.room].looks_left = LEASE_LOOKS
+        return is_known
 
-    def end(self, req: Req, message: RoomClosed) -> None:
-        """Give up what `closed` returned."""
-        incoming = _room(req)
-        self._fence(req, incoming)
-        self._settle(message)
-        if message.reason:
-            self.hand_back(req, message.reason)
-
-    def lose(self, prefill_address: str) -> list[Req]:
-        """That prefill group does not answer any more: the requests that waited for it. They are to
-        be removed from the running set and given to `abandon`."""
+    def lose_prefill(self, address: str) -> None:
+        """That prefill group does not answer any more."""
+        for req in list(self._rooms.values()):
+            incoming = _room(req)
+            if incoming.prefill_address == address:
+                del self._rooms[incoming.room]
+                self._requests.remove(req)
+                self._fence(req)
+                self._notes.append(hand_back(req, "the prefill group is gone"))
         for fence in self._fences.values():
-            if fence.prefill_address == prefill_address and fence.looks_left is None:
+            if fence.prefill_address == address and fence.looks_left is None:
                 fence.looks_left = LEASE_LOOKS
-        return [r for r in self._rooms.values() if _room(r).prefill_address == prefill_address]
-
-    def abandon(self, req: Req, reason: str) -> None:
-        incoming = _room(req)
-        del self._rooms[incoming.room]
-        self._fence(req, incoming)
-        self._fences[incoming.room].looks_left = LEASE_LOOKS
-        self.hand_back(req, reason)
 
     def replaced(self, prefill_address: str) -> None:
         """Another process listens there now: the one before it is gone for good."""
@@ -172,20 +190,12 @@ class DecodeSide:
                 if fence.looks_left <= 0:
                     self._lift(room)
 
-    def hand_back(self, req: Req, reason: str) -> None:
-        """Let the front end replay it elsewhere."""
-        self._notes.append(Note(HandBack(rid=req.rid, attempt=req.attempt, reason=reason)))
+    # -- inside
 
-    def _fence(self, req: Req, incoming: Incoming) -> None:
-        pages = self._running.take_own(req)
+    def _fence(self, req: Req) -> None:
+        incoming = _room(req)
+        pages = self._requests.running.take_own(req)
         self._fences[incoming.room] = _Fence(pages, incoming.prefill_address)
-
-    def _settle(self, message: RoomClosed) -> None:
-        """The prefill side has said whether bytes may still come."""
-        if message.is_quiet:
-            self._lift(message.room)
-        else:
-            self._fences[message.room].looks_left = LEASE_LOOKS
 
     def _lift(self, room: str) -> None:
         self._cache.free(self._fences.pop(room).pages)

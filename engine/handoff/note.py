@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.messages import CloseRoom, HandBack, Handoff, Prefill, RoomClosed
+from engine.req import Req
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,3 +15,8 @@ class Note:
 
     message: Prefill | CloseRoom | Handoff | RoomClosed | HandBack
     to: str = ""
+
+
+def hand_back(req: Req, reason: str) -> Note:
+    """Let the front end replay it elsewhere."""
+    return Note(HandBack(rid=req.rid, attempt=req.attempt, reason=reason))

@@ -1,39 +1,57 @@
-"""Whether a waiting request may start, and what it then holds. Knows no budget of tokens.
+"""Which waiting requests start with a step, and what they then hold.
 
 A request starts with all pages of its tokens, so a prefill that has begun never waits for pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import insort
+from collections.abc import Sequence
 
 from engine.req import Req
+from engine.scheduler.prefill import spare_budget
+from engine.scheduler.requests import Requests
 from kvcache.prefix_cache import LoadedBack, Match, PrefixCache
 
 
 class Admission:
-    def __init__(self, cache: PrefixCache, page_size: int) -> None:
+    """`chunk_size`: a step's tokens for prefills."""
+
+    def __init__(self, cache: PrefixCache, requests: Requests, chunk_size: int) -> None:
         self._cache = cache
-        self._page_size = page_size
+        self._page_size = cache.page_size
+        self._requests = requests
+        self._chunk_size = chunk_size
 
-    def admit(self, req: Req, num_running: int, prefilling: Iterable[Req]) -> str:
-        """Give `req` its cached prefix and pages. Returns "admitted"; "later" where another request
-        is computing the very page this one needs next (it will find it cached); "full" where pages
+    def admit(self, prefilling: Sequence[Req]) -> list[Req]:
+        """Start waiting requests, each with its cached prefix and pages, while there is room for
+        them; those started. `prefilling`: who shares the step's tokens already, by seniority."""
+        prefilling, admitted = list(prefilling), []
+        for req in self._requests.waiting:
+            if self._requests.running.is_full:
+                break
+            if req.incoming is not None:  # its KV comes from elsewhere, and costs no tokens here
+                match, num_tokens = self._cache.match(req.token_ids), len(req.token_ids) + 1
+            else:
+                if spare_budget([r.num_to_compute for r in prefilling], self._chunk_size) <= 0:
+                    break
+                # The last token is always computed: its logits are needed. Prompt scores need all.
+                match = self._cache.match([] if req.scores_prompt else req.token_ids[:-1])
+                num_tokens = len(req.token_ids)
+                if _is_being_computed(req, match, prefilling, self._page_size):
+                    continue  # it will find that page cached
+            if not self._take(req, match, num_tokens):
+                break  # nothing younger overtakes it: it would wait for ever
+            self._requests.start(req)
+            admitted.append(req)
+            if req.incoming is None:
+                insort(prefilling, req, key=lambda r: r.seniority)
+        return admitted
+
+    def _take(self, req: Req, match: Match, num_tokens: int) -> bool:
+        """Give `req` what is cached and own pages for the rest of `num_tokens`. False where pages
         are missing, and then nothing has changed."""
-        token_ids = req.token_ids
-        # The last token is always computed: its logits are needed. Prompt scores need all.
-        match = self._cache.match([] if req.scores_prompt else token_ids[:-1])
-        if not req.scores_prompt and self._is_being_computed(req, match.num_tokens, prefilling):
-            return "later"
-        return "admitted" if self._take(req, match, len(token_ids), num_running) else "full"
-
-    def reserve(self, req: Req, num_running: int) -> bool:
-        """Give `req`, whose KV will come from elsewhere, its cached prefix and pages for the rest
-        and for the next token. False where pages are missing, and then nothing has changed."""
-        match = self._cache.match(req.token_ids)
-        return self._take(req, match, len(req.token_ids) + 1, num_running)
-
-    def _take(self, req: Req, match: Match, num_tokens: int, num_running: int) -> bool:
+        num_running = len(self._requests.running)
         num_pages = -(-num_tokens // self._page_size)
         num_on_device = match.num_tokens
         self._cache.lock(match.node)
@@ -69,14 +87,17 @@ class Admission:
         self._cache.unlock(match.node)
         return loaded.match
 
-    def _is_being_computed(self, req: Req, start: int, prefilling: Iterable[Req]) -> bool:
-        end = start + self._page_size
-        if end >= len(req.token_ids):
-            return False
-        page = req.token_ids[start:end]
-        return any(
-            other.num_tree < end <= len(other.token_ids)
-            and other.token_ids[start:end] == page
-            and other.token_ids[:start] == req.token_ids[:start]
-            for other in prefilling
-        )
+
+def _is_being_computed(req: Req, match: Match, others: Sequence[Req], page_size: int) -> bool:
+    """One of `others` is computing the very page that `req` needs next after `match`."""
+    start = match.num_tokens
+    end = start + page_size
+    if req.scores_prompt or end >= len(req.token_ids):
+        return False
+    page = req.token_ids[start:end]
+    return any(
+        other.num_tree < end <= len(other.token_ids)
+        and other.token_ids[start:end] == page
+        and other.token_ids[:start] == req.token_ids[:start]
+        for other in others
+    )

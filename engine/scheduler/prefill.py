@@ -24,3 +24,10 @@ def share_budget(remaining: Sequence[int], budget: int) -> list[int]:
         left -= shares[i]
     shares[0] += min(remaining[0] - shares[0], left)
     return shares
+
+
+def spare_budget(remaining: Sequence[int], budget: int) -> int:
+    """Tokens of this step that one more prefill, the longest and youngest, would be given; of an
+    odd budget it may be one less."""
+    shares = share_budget(remaining, budget)
+    return budget - sum(shares[1:]) - min(sum(shares[:1]), budget // 2)

@@ -15,15 +15,13 @@ class RunningSet:
     """`looks_ahead`: a request that decodes is given the page of the token after its next, too,
     where there is one to be had."""
 
-    def __init__(
-        self, cache: PrefixCache, page_size: int, max_running: int, looks_ahead: bool = False
-    ) -> None:
+    def __init__(self, cache: PrefixCache, max_running: int, looks_ahead: bool) -> None:
         self._cache = cache
         self._looks_ahead = looks_ahead
-        self._page_size = page_size
+        self._page_size = cache.page_size
         self._free_indices = list(range(max_running - 1, -1, -1))
         self._reqs: list[Req] = []  # by seniority
-        self.finished_indices: list[int] = []  # to be told to the ranks with the next plan
+        self._finished_indices: list[int] = []
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -52,7 +50,8 @@ class RunningSet:
                 continue
             # A transfer may be writing or reading the pages of the others.
             victim = next(r for r in reversed(self._reqs) if not (r.incoming or r.outgoing))
-            self.release(victim)
+            self.remove(victim)
+            self.give_back(victim)
             retracted.append(victim)
             if victim is req:
                 break
@@ -63,6 +62,17 @@ class RunningSet:
     def _take_page_ahead(self, req: Req) -> None:
         if len(req.pages) * self._page_size == len(req.token_ids):
             req.pages += self._cache.alloc(1, req.pages[-1]) or []
+
+    def keep_prompt(self, req: Req) -> None:
+        """All of its prompt is computed: hand it to the prefix cache, for the time that the request
+        asks for where it does."""
+        self.keep_in_cache(req)
+        node = req.node
+        if node is None or not req.request.pin_s:
+            return
+        if req.num_tree > req.num_prompt:  # output too, after a replay or a retraction
+            node = self._cache.match(req.request.token_ids).node
+        self._cache.pin(node, req.request.pin_s)
 
     def keep_in_cache(self, req: Req) -> None:
         """Hand the full pages computed so far to the prefix cache; `req` keeps using them."""
@@ -86,17 +96,17 @@ class RunningSet:
                 req.num_pages_known = min(req.num_pages_known, i)
                 req.pages[i] = page
 
-    def release(self, req: Req) -> None:
-        """Take `req` out of the running set; its computed pages stay cached, the rest is freed."""
-        self.remove(req)
-        self.give_back(req)
-
     def remove(self, req: Req) -> None:
         """Take `req` out of the running set; it keeps its pages."""
         self._reqs.remove(req)
         self._free_indices.append(req.req_index)
-        self.finished_indices.append(req.req_index)
+        self._finished_indices.append(req.req_index)
         req.req_index = -1
+
+    def take_finished(self) -> list[int]:
+        """The req_indices that have come free since the last call, for the ranks to be told."""
+        finished, self._finished_indices = self._finished_indices, []
+        return finished
 
     def give_back(self, req: Req) -> None:
         """The pages of one that was removed: what is computed stays cached, the rest is freed."""

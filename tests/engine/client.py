@@ -55,8 +55,8 @@ class Client:
 
     def run(self) -> None:
         """Until nothing is left to do and no copy is under way."""
-        while self.step() or self.engine.scheduler.num_copies:
-            if self.engine.scheduler.num_copies:
+        while self.step() or self.engine.scheduler.cache.num_under_way:
+            if self.engine.scheduler.cache.num_under_way:
                 assert self._reported.acquire(timeout=60)
         load = self.engine.scheduler.load
         assert load.locked_pages == 0

@@ -47,10 +47,10 @@ def ask(client: Client, rid: str, token_ids: list[int], **sampling) -> list[int]
 def assert_settled(client: Client) -> None:
     scheduler = client.engine.scheduler
     assert scheduler.is_idle
-    assert scheduler.num_copies == 0
+    assert scheduler.cache.num_under_way == 0
     assert scheduler.load.locked_pages == 0
-    scheduler._cache.check()
-    counts = scheduler.cache_counts
+    scheduler.cache.check()
+    counts = scheduler.cache.counts
     for kind in ("backups", "load_backs"):
         assert counts[f"{kind}_started"] == counts[f"{kind}_finished"]
 
@@ -72,16 +72,16 @@ def test_what_was_evicted_comes_back_as_it_was(folders, model, options) -> None:
     try:
         for rid, token_ids in prompts.items():
             assert ask(client, rid, token_ids) == expected[rid]
-        assert client.engine.scheduler.cache_counts["loaded_back_tokens"] == 0
+        assert client.engine.scheduler.cache.counts["loaded_back_tokens"] == 0
         for rid, token_ids in prompts.items():
             assert ask(client, f"{rid} again", token_ids) == expected[rid]
             assert client.ends[f"{rid} again"].cached_tokens == 4 * PAGE
         by_host = [client.ends[f"{rid} again"].cached_host_tokens for rid in prompts]
-        assert sum(by_host) == client.engine.scheduler.cache_counts["loaded_back_tokens"]
+        assert sum(by_host) == client.engine.scheduler.cache.counts["loaded_back_tokens"]
         assert ask(client, "hot", prompts["p3"]) == expected["p3"]
         assert client.ends["hot"].cached_tokens == 4 * PAGE
         assert client.ends["hot"].cached_host_tokens == 0
-        assert client.engine.scheduler.cache_counts["loaded_back_tokens"] >= 3 * 4 * PAGE
+        assert client.engine.scheduler.cache.counts["loaded_back_tokens"] >= 3 * 4 * PAGE
         assert_settled(client)
         reports = client.engine.host_reports
         assert set(reports) == set(range(client.engine.group.size))
@@ -115,7 +115,7 @@ def alone(folders, asked) -> dict[str, list[int]]:
     for rid, token_ids, sampling in asked:
         client.submit(rid, token_ids, **sampling)
         client.run()
-        client.engine.scheduler._cache.reset()
+        client.engine.scheduler.cache.reset()
     return client.tokens
 
 
@@ -138,7 +138,7 @@ def test_a_crowd_over_two_small_tiers_is_answered_as_each_alone(folders, asked, 
         client.step()
     client.run()
     assert client.tokens == alone
-    counts = client.engine.scheduler.cache_counts
+    counts = client.engine.scheduler.cache.counts
     assert counts["loaded_back_tokens"] > 0
     assert counts["evicted_device_pages"] > 0
     assert_settled(client)
@@ -173,7 +173,7 @@ def test_aborts_while_copies_run_leave_nothing_behind(folders, asked, alone, cp_
         assert aborted
         for rid, tokens in client.tokens.items():
             assert tokens == (alone[rid][: len(tokens)] if rid in aborted else alone[rid])
-        assert client.engine.scheduler.cache_counts["loaded_back_tokens"] > 0
+        assert client.engine.scheduler.cache.counts["loaded_back_tokens"] > 0
         assert_settled(client)
     finally:
         client.close()
@@ -223,7 +223,7 @@ def test_a_layer_is_read_only_once_its_bytes_are_there(folders, monkeypatch, mod
             client.submit(f"{i} again", token_ids, temperature=0.0)
         client.run()
         assert [client.tokens[f"{i} again"] for i in range(2)] == expected
-        assert client.engine.scheduler.cache_counts["load_backs_started"] == 2
+        assert client.engine.scheduler.cache.counts["load_backs_started"] == 2
         assert_settled(client)
     finally:
         client.close()
@@ -251,7 +251,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_pages_stay_while_a_backup_reads_them_and_who_needs_them_waits(folders, gate) -> None:
     client = tiered(folders["dsa"], 6)
     client.submit("first", prompt(5 * PAGE, seed=1), max_tokens=20, temperature=0.0)
-    while not client.engine.scheduler.num_copies:
+    while not client.engine.scheduler.cache.num_under_way:
         client.step()
     client.abort("first")
     client.submit("second", prompt(5 * PAGE, seed=2), temperature=0.0)
@@ -275,7 +275,7 @@ def test_an_abort_before_the_load_back_is_acknowledged_unlocks_with_the_acknowle
     client.takes_reports = False
     client.submit("again", first, temperature=0.0)
     client.step()
-    assert client.engine.scheduler.cache_counts["load_backs_started"] == 1
+    assert client.engine.scheduler.cache.counts["load_backs_started"] == 1
     client.abort("again")
     assert client.engine.scheduler.load.locked_pages > 0
     client.takes_reports = True
@@ -292,8 +292,8 @@ def test_over_the_quota_the_shorter_prefix_serves(folders) -> None:
     expected = list(ask(client, "first", long, max_tokens=3))
     ask(client, "second", prompt(7 * PAGE + 50, seed=2), max_tokens=3)
     assert ask(client, "again", long, max_tokens=3) == expected
-    assert client.engine.scheduler.cache_counts["load_backs_skipped_quota"] == 1
-    assert client.engine.scheduler.cache_counts["load_backs_started"] == 0
+    assert client.engine.scheduler.cache.counts["load_backs_skipped_quota"] == 1
+    assert client.engine.scheduler.cache.counts["load_backs_started"] == 0
     assert client.ends["again"].cached_tokens < 7 * PAGE
     assert_settled(client)
     client.close()
@@ -308,7 +308,7 @@ def test_one_that_waits_for_pages_loads_nothing_back_and_is_counted_once(folders
     client.submit("waiting", known, temperature=0.0)
     for _ in range(10):
         client.step()
-    counts = client.engine.scheduler.cache_counts
+    counts = client.engine.scheduler.cache.counts
     assert client.engine.scheduler.load.num_waiting == 1
     assert counts["load_backs_started"] == 0
     assert not [name for name in counts if name.startswith("load_backs_skipped")]
@@ -378,7 +378,7 @@ def test_both_sides_of_a_hand_off_have_their_own_tier(folders, monkeypatch) -> N
             pair.run()
             assert pair.tokens(rid + turn) == expected[rid]
     for node in (pair.prefill, pair.decode):
-        assert node.scheduler.cache_counts["loaded_back_tokens"] >= 3 * 4 * PAGE
+        assert node.scheduler.cache.counts["loaded_back_tokens"] >= 3 * 4 * PAGE
     pair.assert_all_given_back()
     pair.close()
 

@@ -71,7 +71,7 @@ def expected(model: Path) -> Callable[[list[int]], list[int]]:
         rid = f"{len(alone.tokens)}"
         alone.submit(rid, list(token_ids), temperature=0.0)
         alone.run()
-        alone.engine.scheduler._cache.reset()
+        alone.engine.scheduler.cache.reset()
         return alone.tokens[rid]
 
     return lambda token_ids: answer(tuple(token_ids))
@@ -122,7 +122,7 @@ def test_copies_of_a_rank_that_is_seconds_late(held: Held, expected) -> None:
     # Held again, and its request aborted as soon as the step is over.
     client.takes_reports = False
     client.submit("second again", second, temperature=0.0, max_tokens=200)
-    held.step_until(lambda: scheduler.num_copies > 0)
+    held.step_until(lambda: scheduler.cache.num_under_way > 0)
     client.abort("second again")
     assert scheduler.load.locked_pages > 0
     client.takes_reports = True
@@ -136,9 +136,9 @@ def test_copies_of_a_rank_that_is_seconds_late(held: Held, expected) -> None:
     client.submit("aborted again", [*first, 5, 6, 7], temperature=0.0, max_tokens=num)
     client.run()
     assert client.tokens["aborted again"] == client.tokens["aborted"]
-    assert scheduler.num_copies == 0
+    assert scheduler.cache.num_under_way == 0
     assert scheduler.load.locked_pages == 0
-    scheduler._cache.check()
-    counts = scheduler.cache_counts
+    scheduler.cache.check()
+    counts = scheduler.cache.counts
     assert counts["backups_started"] == counts["backups_finished"] > 0
     assert counts["load_backs_started"] == counts["load_backs_finished"] > 0

@@ -103,7 +103,7 @@ class Node:
         assert (load.num_running, load.num_waiting, load.num_rooms) == (0, 0, 0)
         assert load.locked_pages == load.fenced_pages == 0
         assert load.free_pages + load.evictable_pages == self.total_pages
-        self.scheduler._cache.check()
+        self.scheduler.cache.check()
         self.inbox.forget_owners()
         assert len(self.inbox._stopwatch) == len(self.inbox._stopwatch._rooms) == 0
 
@@ -195,7 +195,7 @@ class Pair:
     def run(self) -> None:
         """Until nobody has anything to do; waits for transfers as long as the test's timeout."""
         schedulers = (self.prefill.scheduler, self.decode.scheduler)
-        while self.turn() or any(s.num_copies or not s.is_idle for s in schedulers):
+        while self.turn() or any(s.cache.num_under_way or not s.is_idle for s in schedulers):
             pass
 
     def tokens(self, rid: str) -> list[int]:

@@ -247,7 +247,7 @@ def test_a_lost_decode_worker_frees_the_prefill_side(pair: Pair) -> None:
     pair.turn()
     pair.turn()
     assert pair.prefill.scheduler.load.num_rooms == 1
-    pair.prefill.scheduler.lose_decode("decode")
+    pair.prefill.scheduler.prefill_side.lose_decode("decode")
     while not pair.prefill.scheduler.is_idle:
         pair.prefill.turn()
     assert [m.rid for m in pair.hand_backs] == ["r"]
@@ -410,7 +410,7 @@ def test_a_pinned_prefix_stays_on_both_sides(pair: Pair) -> None:
     pair.submit("pinned", prompt(300), temperature=0.0, pin_s=3600)
     pair.run()
     for node in (pair.prefill, pair.decode):
-        assert node.scheduler.pinned_pages == 300 // PAGE
+        assert node.scheduler.cache.pinned_pages == 300 // PAGE
     for i in range(1, 6):
         pair.submit(f"other {i}", prompt(11 * PAGE, seed=i), temperature=0.0)
         pair.run()
@@ -419,7 +419,7 @@ def test_a_pinned_prefix_stays_on_both_sides(pair: Pair) -> None:
     assert pair.tokens("again") == pair.tokens("pinned")
     assert pair.outs["again"][0].cached_tokens == 4 * PAGE
     for node in (pair.prefill, pair.decode):
-        assert node.scheduler.cache_counts["pins_dropped"] == 0
-        assert node.scheduler.pinned_pages == 300 // PAGE
-        node.scheduler._cache.drop_pins()
+        assert node.scheduler.cache.counts["pins_dropped"] == 0
+        assert node.scheduler.cache.pinned_pages == 300 // PAGE
+        node.scheduler.cache.drop_pins()
     pair.assert_all_given_back()

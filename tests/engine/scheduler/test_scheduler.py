@@ -26,7 +26,6 @@ class Harness:
         self.context_length = self.total * page_size
         self.scheduler = Scheduler(
             self.cache,
-            page_size=page_size,
             chunk_size=chunk,
             max_running=max_running,
             context_length=self.context_length,
@@ -188,11 +187,11 @@ def test_a_pin_ends_on_a_worker_that_has_nothing_to_do(policy: WritePolicy | Non
     cache.unlock(inserted.node)
     now[0] = 4
     h.scheduler.plan()
-    assert h.scheduler.pinned_pages == 1
+    assert h.scheduler.cache.pinned_pages == 1
     now[0] = 5
     h.scheduler.plan()
-    assert h.scheduler.pinned_pages == 0
-    assert h.scheduler.cache_counts["pins_expired"] == 1
+    assert h.scheduler.cache.pinned_pages == 0
+    assert h.scheduler.cache.counts["pins_expired"] == 1
 
 
 def test_identical_prompts_submitted_together_are_computed_once():
@@ -383,5 +382,5 @@ def test_one_page_requests_are_spread_over_the_lanes():
     for i in range(12):
         h.submit(f"r{i}", [i, i + 1, i + 2, i + 3, i + 4, i + 5], max_tokens=1)
     h.run()
-    used = h.scheduler.used_pages_by_lane
+    used = h.scheduler.cache.used_pages_by_lane()
     assert sum(used) == 12 and max(used) - min(used) <= 2

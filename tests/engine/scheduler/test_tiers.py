@@ -71,7 +71,6 @@ class Fleet:
         )
         self.scheduler = Scheduler(
             self.cache,
-            page_size=PAGE,
             chunk_size=16,
             max_running=8,
             context_length=pages // lanes * lanes * PAGE,
@@ -103,7 +102,7 @@ class Fleet:
 
     def acknowledge(self, rng: random.Random) -> None:
         if self.ranks.waits_for:
-            self.scheduler.acknowledge(*self.ranks.acknowledge(rng))
+            self.scheduler.cache.acknowledge(*self.ranks.acknowledge(rng))
 
     def run(self, rng: random.Random) -> None:
         while self.step() or self.ranks.waits_for:
