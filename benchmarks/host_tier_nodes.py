@@ -81,12 +81,12 @@ class Conversations:
                 match = found.match
         cache.lock(match.node)
         num_new = len(token_ids) // PAGE - len(match.pages)
-        new = cache.alloc(num_new, match.pages[-1] if match.pages else None)
+        new = cache.device.alloc(num_new, match.pages[-1] if match.pages else None)
         if new is None:
-            raise RuntimeError(f"no pages: {cache.state_str()}")
+            raise RuntimeError(f"no pages: {cache.device.state_str()}")
         cache.use(match)
         inserted = cache.insert(token_ids, match.pages + new)
-        cache.free(inserted.duplicates)
+        cache.device.free(inserted.duplicates)
         cache.unlock(match.node)
         orders = cache.take_orders()
         for item in (*orders.load_backs, *orders.backups):
@@ -108,7 +108,7 @@ def measure(num_nodes: int, num_steps: int) -> Row:
         conversations.ask(token_ids)
         steps.append(1e6 * (time.thread_time() - begin))
         begin = time.thread_time()
-        cache.evict(TURN_PAGES)
+        cache.device.evict(TURN_PAGES)
         evictions.append(1e6 * (time.thread_time() - begin))
     cache.check()
     tree = cache._tree

@@ -200,7 +200,7 @@ def _from_pool(load: Load, engine: Engine) -> Iterator[Metric]:
     owned = GaugeMetricFamily(
         "plait_pool_used_pages", "KV pages in use, by the rank that owns them", labels=["rank"]
     )
-    for rank, used in enumerate(engine.scheduler.cache.used_pages_by_lane()):
+    for rank, used in enumerate(engine.scheduler.cache.device.used_by_lane()):
         owned.add_metric([str(rank)], used)
     yield owned
 

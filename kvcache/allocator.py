@@ -23,6 +23,17 @@ def count_lanes(pages: Sequence[int], num_lanes: int) -> list[int]:
     return counts
 
 
+def count_tail(pages: Sequence[int], missing: Sequence[int]) -> tuple[int, list[int]]:
+    """How many of `pages` go, from the last on, until missing[lane] of each lane have gone or none
+    is left; and what is missing then, [num_lanes]."""
+    missing, num_pages = list(missing), 0
+    while any(missing) and num_pages < len(pages):
+        num_pages += 1
+        lane = lane_of_page(pages[-num_pages], len(missing))
+        missing[lane] = max(0, missing[lane] - 1)
+    return num_pages, missing
+
+
 class CPSharedPagedAllocator:
     """Pages 1 .. num_pages_per_lane * cp_size in cp_size lanes, dealt cyclically.
 

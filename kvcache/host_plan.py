@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-# When what the device has is backed up: see kvcache.tiered_cache.
+# When what the device has is backed up: see kvcache.backups.
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 
 

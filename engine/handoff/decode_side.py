@@ -198,7 +198,7 @@ class DecodeSide:
         self._fences[incoming.room] = _Fence(pages, incoming.prefill_address)
 
     def _lift(self, room: str) -> None:
-        self._cache.free(self._fences.pop(room).pages)
+        self._cache.device.free(self._fences.pop(room).pages)
 
 
 def _room(req: Req) -> Incoming:

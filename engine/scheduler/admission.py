@@ -58,10 +58,10 @@ class Admission:
         pages = None
         # Each running request may soon need one more page: start none that would be retracted.
         num_needed = num_pages - len(match.pages) + num_running
-        if num_running == 0 or num_needed <= self._cache.obtainable_pages:
+        if num_running == 0 or num_needed <= self._cache.device.obtainable_pages:
             match = self._load_back(match, num_tokens, num_running)
             last_page = match.pages[-1] if match.pages else None
-            pages = self._cache.alloc(num_pages - len(match.pages), last_page)
+            pages = self._cache.device.alloc(num_pages - len(match.pages), last_page)
         if pages is None:
             self._cache.unlock(match.node)
             return False

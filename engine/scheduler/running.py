@@ -44,7 +44,7 @@ class RunningSet:
         junior first; the last of them may be `req` itself."""
         retracted: list[Req] = []
         while len(req.pages) * self._page_size < len(req.token_ids):
-            pages = self._cache.alloc(1, req.pages[-1] if req.pages else None)
+            pages = self._cache.device.alloc(1, req.pages[-1] if req.pages else None)
             if pages is not None:
                 req.pages += pages
                 continue
@@ -61,7 +61,7 @@ class RunningSet:
 
     def _take_page_ahead(self, req: Req) -> None:
         if len(req.pages) * self._page_size == len(req.token_ids):
-            req.pages += self._cache.alloc(1, req.pages[-1]) or []
+            req.pages += self._cache.device.alloc(1, req.pages[-1]) or []
 
     def keep_prompt(self, req: Req) -> None:
         """All of its prompt is computed: hand it to the prefix cache, for the time that the request
@@ -90,7 +90,7 @@ class RunningSet:
         if req.outgoing is not None:
             req.spare += inserted.duplicates
         elif inserted.duplicates:
-            self._cache.free(inserted.duplicates)
+            self._cache.device.free(inserted.duplicates)
         for i, page in enumerate(inserted.pages, first):
             if req.pages[i] != page:  # cached already, in other pages: the tree's win
                 req.num_pages_known = min(req.num_pages_known, i)
@@ -111,7 +111,7 @@ class RunningSet:
     def give_back(self, req: Req) -> None:
         """The pages of one that was removed: what is computed stays cached, the rest is freed."""
         self.keep_in_cache(req)
-        self._cache.free(self.take_own(req) + req.spare)
+        self._cache.device.free(self.take_own(req) + req.spare)
         req.spare = []
 
     def take_own(self, req: Req) -> list[int]:

@@ -142,7 +142,7 @@ def test_a_split_keeps_the_hashes_of_both_parts() -> None:
     cache = PrefixCache(CPSharedPagedAllocator(9, 2), log)
     for tokens in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9], [1, 2, 8, 8]):
         match = cache.match(tokens)
-        pages = cache.alloc(len(tokens) // 2 - len(match.pages))
+        pages = cache.device.alloc(len(tokens) // 2 - len(match.pages))
         assert pages is not None
         cache.insert(tokens, match.pages + pages)
         cache.check()
@@ -178,7 +178,7 @@ class Streams(RuleBasedStateMachine):
             tokens = [*data.draw(st.sampled_from(self.ever)), *tokens][:40]
         match = self.cache.match(tokens)
         self.cache.lock(match.node)
-        pages = self.cache.alloc(len(tokens) // self.page_size - len(match.pages))
+        pages = self.cache.device.alloc(len(tokens) // self.page_size - len(match.pages))
         if pages is not None:
             inserted = self.cache.insert(tokens, match.pages + pages)
             self.ever.append(tokens)
@@ -195,7 +195,7 @@ class Streams(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(1, 8))
     def evict(self, num_pages: int) -> None:
-        self.cache.evict(num_pages)
+        self.cache.device.evict(num_pages)
 
     @precondition(lambda self: not self.locked)
     @rule()
@@ -255,7 +255,7 @@ def test_at_every_hash_of_a_stream_who_holds_a_page_holds_the_pages_before(
         parent.update(zip(chain[1:], chain, strict=False))
         match = cache.match(tokens)
         cache.lock(match.node)
-        pages = cache.alloc(len(tokens) - len(match.pages))
+        pages = cache.device.alloc(len(tokens) - len(match.pages))
         if pages is not None:
             cache.insert(tokens, match.pages + pages)
         cache.unlock(match.node)

@@ -99,7 +99,7 @@ class Traces(RuleBasedStateMachine):
         return [self.pages_per_lane - count for count in count_lanes(used, self.cp_size)]
 
     def alloc(self, num_pages: int, after_page: int | None, also_locked: set[Prefix]) -> list[int]:
-        """cache.alloc, checked against the model; [] where it gave None."""
+        """cache.device.alloc, checked against the model; [] where it gave None."""
         locked = self.locked() | also_locked
         free = self.free_by_lane()
         evictable = count_lanes(
@@ -107,8 +107,8 @@ class Traces(RuleBasedStateMachine):
             self.cp_size,
         )
         most = [a + b for a, b in zip(free, evictable, strict=True)]
-        assert self.cache.obtainable_pages == min(most) * self.cp_size
-        pages = self.cache.alloc(num_pages, after_page)
+        assert self.cache.device.obtainable_pages == min(most) * self.cp_size
+        pages = self.cache.device.alloc(num_pages, after_page)
         if pages is None:
             assert num_pages > sum(most)
             return []
@@ -178,7 +178,7 @@ class Traces(RuleBasedStateMachine):
         request.node = inserted.node
         replaced = [own for own, kept in zip(request.pages, pages, strict=False) if own != kept]
         assert inserted.duplicates == replaced
-        self.cache.free(replaced)
+        self.cache.device.free(replaced)
         request.pages[: len(pages)] = pages
         request.num_locked = len(pages) * self.model.page_size
 
@@ -186,7 +186,7 @@ class Traces(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.running), label="request")
-        self.cache.free(self.own(request))
+        self.cache.device.free(self.own(request))
         self.cache.unlock(request.node)
         self.running.remove(request)
 
@@ -196,7 +196,7 @@ class Traces(RuleBasedStateMachine):
         expected = 0
         while expected < num_pages and self.model.evict_one(locked) is not None:
             expected += 1
-        assert self.cache.evict(num_pages) == expected
+        assert self.cache.device.evict(num_pages) == expected
 
     @invariant()
     def agrees(self) -> None:
@@ -206,15 +206,15 @@ class Traces(RuleBasedStateMachine):
         cached = {entry.page for entry in self.model.cached.values()}
         own = {page for request in self.running for page in self.own(request)}
         is_held = self.allocator.is_held
-        total = self.cache.total_pages
+        total = self.cache.device.total_pages
         assert {page for page in range(1, total + 1) if is_held(page)} == cached | own
         assert cached.isdisjoint(own)
         assert self.allocator.available_by_lane() == self.free_by_lane()
         num_locked = len(self.locked())
-        assert self.cache.locked_pages == num_locked
-        assert self.cache.evictable_pages == len(cached) - num_locked
-        assert self.cache.held_pages == len(own)
-        assert self.cache.free_pages + len(own) + len(cached) == total
+        assert self.cache.device.locked_pages == num_locked
+        assert self.cache.device.evictable_pages == len(cached) - num_locked
+        assert self.cache.device.held_pages == len(own)
+        assert self.cache.device.free_pages + len(own) + len(cached) == total
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
@@ -222,11 +222,11 @@ class Traces(RuleBasedStateMachine):
         for prefix in sorted(self.model.cached):
             assert self.cache.match(list(prefix)).pages == self.model.match(list(prefix))
         for request in self.running:
-            self.cache.free(self.own(request))
+            self.cache.device.free(self.own(request))
             self.cache.unlock(request.node)
         self.cache.reset()
         self.cache.check()
-        assert self.cache.free_pages == self.cache.total_pages
+        assert self.cache.device.free_pages == self.cache.device.total_pages
 
 
 Traces.TestCase.settings = settings(

@@ -27,15 +27,15 @@ def run(group: Group, token_ids: Sequence[int], *, wants_host: bool = False) -> 
         match = found.match
     cache.lock(match.node)
     num_new = len(token_ids) // cache.page_size - len(match.pages)
-    new = cache.alloc(num_new, match.pages[-1] if match.pages else None)
-    assert new is not None, cache.state_str()
+    new = cache.device.alloc(num_new, match.pages[-1] if match.pages else None)
+    assert new is not None, cache.device.state_str()
     cache.use(match)
     group.start()
     group.forward(token_ids, match.pages)
     pages = match.pages + new
     group.write(token_ids, pages, len(match.pages))
     inserted = cache.insert(token_ids, pages)
-    cache.free(inserted.duplicates)
+    cache.device.free(inserted.duplicates)
     cache.unlock(match.node)
     group.check()
     return inserted
@@ -91,7 +91,7 @@ def test_write_back_backs_up_before_the_pages_are_short_and_evicts_after() -> No
     orders = group.start()
     assert numbers(orders) == (0, 1)
     assert hits(group, A) == (10, 0)
-    assert group.cache.evict(8) == 0  # the backup reads them
+    assert group.cache.device.evict(8) == 0  # the backup reads them
     group.settle()
     assert not group.start()  # nothing is short
     assert group.cache.reclaim(6)
@@ -103,11 +103,11 @@ def test_write_back_keeps_a_share_free_by_itself() -> None:
     group = Group(pages=16, host_pages=16, policy="write_back")
     for first in (100, 200, 300):
         run(group, list(range(first, first + 10)))
-    assert group.cache.free_pages == 1
+    assert group.cache.device.free_pages == 1
     assert group.cache.counts["backups_started"] == 1
     group.settle()
     assert not group.start()
-    assert group.cache.free_pages == 2
+    assert group.cache.device.free_pages == 2
     assert hits(group, list(range(100, 110))) == (8, 2)
 
 
@@ -133,10 +133,10 @@ def test_write_evict_load_split_load_with_frees_between() -> None:
     run(group, long)
     group.settle()
     for first in (100, 200, 300):
-        own = cache.alloc(3)
+        own = cache.device.alloc(3)
         assert own is not None
-        cache.evict(20)
-        cache.free(own)
+        cache.device.evict(20)
+        cache.device.free(own)
         assert hits(group, long) == (0, 16)
         run(group, list(range(first, first + 6)))
         run(group, long[:6] + [99] * 4, wants_host=True)  # splits on the host, loads the upper part
@@ -151,7 +151,7 @@ def test_a_prefix_shorter_than_the_threshold_is_computed() -> None:
     group = Group(pages=6, host_pages=12)
     run(group, A)
     group.settle()
-    group.cache.evict(4)
+    group.cache.device.evict(4)
     match = group.cache.match(A)
     assert match.num_host_tokens == 8
     assert group.cache.load_back(match, mem_quota=99) == "threshold"  # 10 by default
@@ -165,14 +165,14 @@ def test_a_load_back_that_would_starve_others_is_not_made() -> None:
     group = Group(pages=8, host_pages=8)
     run(group, A)
     group.settle()
-    group.cache.evict(3)
+    group.cache.device.evict(3)
     cache, match = group.cache, group.cache.match(A)
     assert (match.num_tokens, match.num_host_tokens) == (4, 6)
     assert cache.mem_quota(4) == 8 * 2 - (4 + 2)
     assert cache.mem_quota(99) == 0
     # What this match keeps from eviction is no room for it: 4 tokens.
     assert cache.load_back(match, mem_quota=9, threshold=1) == "quota"
-    assert cache.locked_pages == 0
+    assert cache.device.locked_pages == 0
     assert isinstance(cache.load_back(match, mem_quota=10, threshold=1), LoadedBack)
     assert cache.counts["load_backs_skipped_quota"] == 1
 
@@ -181,14 +181,14 @@ def test_a_load_back_without_device_pages_is_not_made() -> None:
     group = Group(pages=6, host_pages=12)
     run(group, A)
     group.settle()
-    group.cache.evict(5)
-    own = group.cache.alloc(3)
+    group.cache.device.evict(5)
+    own = group.cache.device.alloc(3)
     assert own is not None
     match = group.cache.match(A)
     assert group.cache.load_back(match, mem_quota=99) == "no_device_pages"
     assert group.cache.counts["load_backs_skipped_no_device_pages"] == 1
-    assert (group.cache.locked_pages, group.cache.free_pages) == (0, 3)
-    group.cache.free(own)
+    assert (group.cache.device.locked_pages, group.cache.device.free_pages) == (0, 3)
+    group.cache.device.free(own)
     assert isinstance(group.cache.load_back(match, mem_quota=99), LoadedBack)
 
 
@@ -196,16 +196,16 @@ def test_a_load_back_evicts_in_the_lanes_it_needs() -> None:
     """Two lanes of three pages. Host pages lie in lane 1 only; lane 0 is free, lane 1 is cached."""
     group = Group(size=2, pages=3, host_pages=4)
     cache = group.cache
-    own = cache.alloc(6)
+    own = cache.device.alloc(6)
     assert own is not None
     lane_1 = [page for page in own if lane_of_page(page, 2) == 1]
-    cache.free([page for page in own if page not in lane_1])
+    cache.device.free([page for page in own if page not in lane_1])
     for first, pages in ((1, lane_1[:2]), (51, lane_1[2:])):
         token_ids = list(range(first, first + 2 * len(pages)))
         group.write(token_ids, pages)
         cache.insert(token_ids, pages)
         group.settle()
-    cache.evict(2)
+    cache.device.evict(2)
     assert hits(group, [1, 2, 3, 4]) == (0, 4)
     run(group, [51, 52, 53, 54])  # the second page goes to lane 0
     group.settle()
@@ -223,7 +223,7 @@ def test_a_full_host_keeps_what_it_has_of_the_device_and_counts() -> None:
     run(group, B)
     assert not group.start().backups  # all host pages are copies of what the device has
     assert group.cache.counts["backups_skipped_no_host_pages"] == 1
-    group.cache.evict(5)
+    group.cache.device.evict(5)
     assert hits(group, A) == (0, 10)
     run(group, B)  # a hit gives B another chance: A is host-only by now
     assert group.cache.counts["backups_started"] == 2
@@ -236,7 +236,7 @@ def test_host_eviction_stops_at_the_slots_that_the_lane_needs() -> None:
     group = Group(size=2, pages=8, host_pages=4)
     run(group, list(range(16)))
     group.settle()
-    group.cache.evict(16)
+    group.cache.device.evict(16)
     assert group.cache.free_host_pages == 0
     inserted = run(group, [99, 99])
     assert numbers(group.start()) == (0, 1)
@@ -255,12 +255,12 @@ def test_a_backup_keeps_its_pages_until_the_last_rank() -> None:
     (item,) = group.start().backups
     for rank in group.ranks:
         rank.copier.close()
-    assert cache.evict(9) == 0
+    assert cache.device.evict(9) == 0
     assert not cache.acknowledge(item.id, 1)
-    assert cache.evict(9) == 0
-    assert cache.alloc(2) is None
+    assert cache.device.evict(9) == 0
+    assert cache.device.alloc(2) is None
     assert cache.acknowledge(item.id, 0)
-    assert cache.evict(9) == 5
+    assert cache.device.evict(9) == 5
     assert cache.num_under_way == 0
 
 
@@ -269,20 +269,20 @@ def test_a_load_back_keeps_both_sides_until_the_last_rank() -> None:
     cache = group.cache
     run(group, A)
     group.settle()
-    cache.evict(9)
+    cache.device.evict(9)
     match = cache.match(A)
     found = cache.load_back(match, mem_quota=99)
     assert isinstance(found, LoadedBack)
     (item,) = group.start().load_backs
     assert not cache.acknowledge(item.id, 0)
-    assert cache.evict(9) == 0
+    assert cache.device.evict(9) == 0
     run(group, list(range(12)))  # wants three host pages a lane: there are two and three
     assert not group.start().backups
     assert cache.counts["backups_skipped_no_host_pages"] == 1
     group.ranks[1].copier.close()
     group.ranks[0].copier.close()
     assert cache.acknowledge(item.id, 1)
-    assert cache.evict(99) == 11
+    assert cache.device.evict(99) == 11
 
 
 def test_acknowledgements_that_make_no_sense_are_refused() -> None:
@@ -302,7 +302,7 @@ def test_acknowledgements_that_make_no_sense_are_refused() -> None:
 
 def test_ranks_that_all_hold_everything_each_acknowledge() -> None:
     cache = TieredCache(CPSharedPagedAllocator(8, 2), CPSharedPagedAllocator(8, 2), num_ranks=3)
-    pages = cache.alloc(2)
+    pages = cache.device.alloc(2)
     assert pages is not None
     cache.insert([1, 2, 3, 4], pages)
     (item,) = cache.take_orders().backups
@@ -317,16 +317,16 @@ def test_spans_split_while_they_are_copied() -> None:
     run(group, [*A[:4], 7, 7])  # splits A while its backup is under way
     assert cache.num_under_way == 1
     group.settle()
-    assert cache.locked_pages == 0
-    cache.evict(99)
+    assert cache.device.locked_pages == 0
+    cache.device.evict(99)
     assert hits(group, A) == (0, 10)
     found = cache.load_back(cache.match(A), mem_quota=99)
     assert isinstance(found, LoadedBack)
     group.start()
     run(group, A[:6])  # and again while it is loaded
     group.settle()
-    assert cache.locked_pages == 0
-    cache.evict(99)
+    assert cache.device.locked_pages == 0
+    cache.device.evict(99)
     assert hits(group, A) == (0, 10)
 
 
@@ -335,15 +335,15 @@ def test_an_abort_during_a_load_back_leaves_the_copy_alone() -> None:
     cache = group.cache
     run(group, A)
     group.settle()
-    cache.evict(9)
+    cache.device.evict(9)
     found = cache.load_back(cache.match(A), mem_quota=99)
     assert isinstance(found, LoadedBack)
     cache.lock(found.match.node)
     group.start()
     cache.unlock(found.match.node)  # the client is gone
-    assert cache.evict(9) == 0
+    assert cache.device.evict(9) == 0
     group.settle()
-    assert cache.evict(9) == 5
+    assert cache.device.evict(9) == 5
     group.check()
 
 
@@ -351,7 +351,7 @@ def test_a_request_that_computes_what_the_host_has_gives_its_pages() -> None:
     group = Group(pages=6, host_pages=12)
     run(group, A)
     group.settle()
-    group.cache.evict(9)
+    group.cache.device.evict(9)
     inserted = run(group, [*A, 1, 1])  # without a load-back
     assert (inserted.num_existing_tokens, len(inserted.pages)) == (0, 6)
     (backup,) = group.start().backups  # of what is new only
@@ -368,7 +368,7 @@ def test_what_only_the_device_has_takes_along_what_hangs_below_it() -> None:
     group.settle()
     assert group.cache.counts["backups_finished"] == 1
     assert group.cache.counts["backups_skipped_no_host_pages"] == 1
-    group.cache.evict(99)
+    group.cache.device.evict(99)
     assert hits(group, A + B) == (0, 10)
 
     group = Group(pages=12, host_pages=4, policy="write_back")
@@ -378,7 +378,7 @@ def test_what_only_the_device_has_takes_along_what_hangs_below_it() -> None:
     group.settle()
     group.cache.reclaim(12)  # B leaves the device; A finds no room on the host
     assert hits(group, A + B) == (10, 8)
-    group.cache.evict(1)
+    group.cache.device.evict(1)
     group.check()
     assert hits(group, A + B) == (8, 0)
     assert group.cache.free_host_pages == 4
@@ -389,7 +389,7 @@ def test_small_evictions_make_no_chain_of_small_nodes() -> None:
     run(group, list(range(20)))
     group.settle()
     for num_left in range(9, 0, -1):
-        group.cache.evict(1)
+        group.cache.device.evict(1)
         group.check()
         assert hits(group, list(range(20)))[0] == 2 * num_left
         assert group.cache._tree.num_nodes == 2
@@ -403,12 +403,12 @@ def test_a_page_is_told_of_until_it_has_left_both_tiers() -> None:
     group.settle()
     stored = events.take()
     assert stored is not None and len(stored.stored) == 5 * 16
-    group.cache.evict(9)
+    group.cache.device.evict(9)
     assert events.take() is None
     run(group, A, wants_host=True)
     group.settle()
     assert events.take() is None
-    group.cache.evict(9)
+    group.cache.device.evict(9)
     run(group, B[:4])  # needs one host page more than there is
     group.start()
     told = events.take()
@@ -420,7 +420,7 @@ def test_reset_forgets_both_tiers_and_not_while_a_copy_runs() -> None:
     cache = group.cache
     run(group, A)
     group.settle()
-    cache.evict(2)
+    cache.device.evict(2)
     run(group, B[:2])
     group.start()
     with pytest.raises(RuntimeError, match="1 copies are under way"):
@@ -429,7 +429,7 @@ def test_reset_forgets_both_tiers_and_not_while_a_copy_runs() -> None:
     group.settle()
     cache.reset()
     cache.check()
-    assert (cache.free_pages, cache.free_host_pages) == (6, 12)
+    assert (cache.device.free_pages, cache.free_host_pages) == (6, 12)
     assert hits(group, A) == (0, 0)
 
 
@@ -438,13 +438,13 @@ def test_what_was_evicted_or_loaded_since_the_match_is_noticed() -> None:
     cache = group.cache
     run(group, A)
     group.settle()
-    cache.evict(9)
+    cache.device.evict(9)
     old = cache.match(A)
     assert isinstance(cache.load_back(cache.match(A), mem_quota=99), LoadedBack)
     with pytest.raises(RuntimeError, match="the match is old"):
         cache.load_back(old, mem_quota=99)
     group.settle()
-    cache.evict(9)
+    cache.device.evict(9)
     old = cache.match(A)
     run(group, B[:8])
     group.settle()
@@ -465,7 +465,7 @@ def test_a_pinned_prefix_is_backed_up_and_outlives_others_in_the_host_tier(polic
     group = Group(pages=10, host_pages=10, policy=policy)
     cache = group.cache
     assert pinned(group, A, 100)
-    assert cache.evict(9) == 0  # it is nowhere else yet
+    assert cache.device.evict(9) == 0  # it is nowhere else yet
     assert numbers(group.start()) == (0, 1)
     group.settle()
     for first in range(200, 300, 10):
@@ -497,7 +497,7 @@ def test_a_pinned_prefix_that_the_host_has_no_room_for_stays_on_the_device() -> 
     assert cache.counts["backups_skipped_no_host_pages"] == 1
     assert not pinned(group, list(range(300, 310)), 10)  # more than half of the pages
     assert cache.counts["pins_refused"] == 1
-    assert cache.evict(20) == 5
+    assert cache.device.evict(20) == 5
     assert hits(group, [7, 7, 8, 8]) == (4, 0)
 
 
@@ -508,9 +508,9 @@ def test_the_part_of_a_pinned_node_that_leaves_the_device_stays_pinned() -> None
     long = [*A, 1, 1]
     run(group, long)
     group.settle()
-    cache.evict(1)
+    cache.device.evict(1)
     assert pinned(group, A, 10)
-    cache.evict(2)
+    cache.device.evict(2)
     assert hits(group, long) == (6, 6)
     for first in range(200, 300, 10):
         run(group, list(range(first, first + 10)))
@@ -525,7 +525,7 @@ def test_a_walk_that_misses_makes_no_node() -> None:
     group = Group(pages=6, host_pages=6)
     run(group, A)
     group.settle()
-    group.cache.evict(2)
+    group.cache.device.evict(2)
     tree = group.cache._tree
     num_nodes = tree.num_nodes
     for token_ids in ([1, 2, 3], [*A[:5], 7], A[1:], [*A, 5, 5]):

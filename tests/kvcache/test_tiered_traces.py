@@ -4,8 +4,8 @@ its tokens demand, copies stay on their rank, locks end at zero and nothing leak
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ class Trace:
             cache.unlock(match.node)  # waits for the write-backs
             self.step(token_ids, match)
             return
-        new = cache.alloc(num_new, match.pages[-1] if match.pages else None)
+        new = cache.device.alloc(num_new, match.pages[-1] if match.pages else None)
         if new is None:
             cache.unlock(match.node)
             self.step(token_ids, match)  # what was loaded for it is still issued
@@ -84,7 +84,7 @@ class Trace:
         cache.use(match)
         group.poison(new)
         if rng.random() < 0.1:  # gone before its first step
-            cache.free(new)
+            cache.device.free(new)
             cache.unlock(match.node)
             return
         self.step(token_ids, match)
@@ -93,10 +93,10 @@ class Trace:
         self.running.append(Running(token_ids, pages, match.node, match.num_tokens))
 
     def load_back(self, match: Match, quota: int) -> Match:
-        before = self.cache.locked_pages
+        before = self.cache.device.locked_pages
         found = self.cache.load_back(match, mem_quota=quota, threshold=self.rng.choice([1, 1, 4]))
         if not isinstance(found, LoadedBack):
-            assert self.cache.locked_pages == before
+            assert self.cache.device.locked_pages == before
             return match
         assert found.match.num_tokens == match.num_tokens + match.num_host_tokens
         self.group.poison(found.item.device_pages)
@@ -121,7 +121,7 @@ class Trace:
         )
         cache.lock(inserted.node)
         cache.unlock(request.node)
-        cache.free(inserted.duplicates)
+        cache.device.free(inserted.duplicates)
         request.node = inserted.node
         request.pages[first : first + len(inserted.pages)] = inserted.pages
         request.num_tree += len(inserted.pages) * size
@@ -138,13 +138,13 @@ class Trace:
 
     def leave(self, request: Running) -> None:
         own = request.pages[request.num_tree // self.group.page_size :]
-        self.cache.free(own)
+        self.cache.device.free(own)
         self.group.poison(own)
         self.cache.unlock(request.node)
         self.running.remove(request)
 
     def evict(self) -> None:
-        self.cache.evict(self.rng.randint(0, 4))
+        self.cache.device.evict(self.rng.randint(0, 4))
 
     def pin(self) -> None:
         """And time passes."""
@@ -162,11 +162,11 @@ class Trace:
             if until > self.group.now:
                 match = self.cache.match(prefix)
                 assert match.num_tokens + match.num_host_tokens == len(prefix)
-        most = min(self.cache.total_pages, self.cache.total_host_pages) // 2
+        most = min(self.cache.device.total_pages, self.cache.total_host_pages) // 2
         assert self.cache.pinned_pages <= most
 
     def reclaim(self) -> None:
-        if self.cache.policy == "write_back":
+        if self.cache._backups.policy == "write_back":
             self.cache.reclaim(self.rng.randint(0, 6))
 
     def copy(self) -> None:
@@ -180,7 +180,7 @@ class Trace:
         """A node has the locks of those below it, of requests and of copies, and no other."""
         held: dict[int, int] = {}
         owners = [request.node for request in self.running]
-        owners += list(self.cache._held)
+        owners += list(self.cache._backups._held)
         owners += [under_way.node for under_way in self.cache._under_way.all()]
         for owner in owners:
             for node in self.cache._tree.path(owner):
@@ -206,10 +206,10 @@ class Trace:
             len(group.num_reports)
             == cache.counts["backups_started"] + cache.counts["load_backs_started"]
         )
-        assert cache.locked_pages == 0 and cache.held_pages == 0
+        assert cache.device.locked_pages == 0 and cache.device.held_pages == 0
         cache.reset()
         cache.check()
-        assert cache.free_pages == cache.total_pages
+        assert cache.device.free_pages == cache.device.total_pages
         assert cache.free_host_pages == cache.total_host_pages
 
 
@@ -277,13 +277,15 @@ def test_with_real_copy_threads(size: int) -> None:
 class AnyPage(TieredCache):
     """The fault: a load-back takes whatever device pages it can get."""
 
-    def _alloc_beside(self, host_pages: Sequence[int]) -> list[int] | None:
-        return self.alloc(len(host_pages))
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.device.alloc_beside = lambda host_pages: self.device.alloc(len(host_pages))
 
 
 class AnyPageUnchecked(AnyPage):
-    def _check_lanes(self, device_pages: Sequence[int], host_pages: Sequence[int]) -> None:
-        pass
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._under_way._check_lanes = lambda item: None
 
 
 class Unchecked(HostTier):

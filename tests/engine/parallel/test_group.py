@@ -83,7 +83,7 @@ def test_ranks_answer_as_one(folder, alone, size, mode, block_tokens):
         group.run()
         assert long > 64 * PAGES
         assert_same(group, alone)
-        used = group.engine.scheduler.cache.used_pages_by_lane()
+        used = group.engine.scheduler.cache.device.used_by_lane()
         assert max(used) - min(used) <= 1
     finally:
         group.close()

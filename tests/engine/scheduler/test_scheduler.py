@@ -84,8 +84,10 @@ class Harness:
     def check_idle(self):
         self.check_pages()
         pinned = self.cache.pinned_pages
-        assert self.cache.locked_pages == pinned
-        assert self.cache.free_pages + self.cache.evictable_pages + pinned == self.total
+        assert self.cache.device.locked_pages == pinned
+        assert (
+            self.cache.device.free_pages + self.cache.device.evictable_pages + pinned == self.total
+        )
 
 
 def answer(prompt, max_tokens):
@@ -180,7 +182,7 @@ def test_a_pin_ends_on_a_worker_that_has_nothing_to_do(policy: WritePolicy | Non
         host = CPSharedPagedAllocator(16, 4)
         cache = TieredCache(pages, host, policy=policy, clock=lambda: now[0])
     h = Harness(cache=cache)
-    [page] = cache.alloc(1)
+    [page] = cache.device.alloc(1)
     inserted = cache.insert([1, 2, 3, 4], [page])
     cache.lock(inserted.node)
     assert cache.pin(inserted.node, 5)
@@ -382,5 +384,5 @@ def test_one_page_requests_are_spread_over_the_lanes():
     for i in range(12):
         h.submit(f"r{i}", [i, i + 1, i + 2, i + 3, i + 4, i + 5], max_tokens=1)
     h.run()
-    used = h.scheduler.cache.used_pages_by_lane()
+    used = h.scheduler.cache.device.used_by_lane()
     assert sum(used) == 12 and max(used) - min(used) <= 2
