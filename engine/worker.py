@@ -30,7 +30,7 @@ from engine.host_side import HostCopyError
 from engine.inbox import HEARTBEAT_S, Inbox
 from engine.loading import load_engine
 from engine.messages import Alive, Goodbye, Heartbeat, Hello, HostReport
-from engine.metrics import WorkerMetrics
+from engine.metrics.worker import WorkerMetrics
 from engine.model.config import ConfigError
 from engine.model.weights import WeightError
 from engine.peers import LOOK_S

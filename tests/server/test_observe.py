@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.messages import Hello
-from engine.metrics import WorkerMetrics
+from engine.metrics.worker import WorkerMetrics
 from engine.types import MetricFamily, Role
 from kvcache.transfer.loopback import LoopbackNetwork
 from server.fleet import Fleet

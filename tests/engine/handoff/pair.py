@@ -25,7 +25,7 @@ from engine.messages import (
     ToDialer,
     ToWorker,
 )
-from engine.metrics import WorkerMetrics
+from engine.metrics.worker import WorkerMetrics
 from engine.stopwatch import Stopwatch
 from engine.tracing import NO_TRACER, Tracer
 from engine.types import Request, SamplingParams, TokenOut
