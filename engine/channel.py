@@ -1,7 +1,7 @@
 """Typed ZeroMQ sockets between front ends and workers, and between workers.
 
-Owns connections, encryption and the counting of malformed messages. Knows no request state. A
-worker binds a ROUTER; front ends and decode workers dial it, with a DEALER for each worker.
+Owns the bound socket, and counts malformed messages. Knows no request state. A worker binds a
+ROUTER; front ends and decode workers dial it, with a DEALER for each worker: see engine.dialled.
 """
 
 from __future__ import annotations
@@ -17,19 +17,13 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from engine.cluster_key import ClusterKey, admit_only
-from engine.frames import Codec, Context, Socket, open_socket
+from engine.dialled import Dialled
+from engine.frames import HANDSHAKE_FAILED, Codec, Context, Socket, drain, is_ipv6, open_socket
 from engine.messages import Alive, PeerKind, Register, ToDialer, ToWorker
 
 log = logging.getLogger("plait.channel")
 
 ALIVE_S = 1.0
-_RECONNECT_MS = 100
-_RECONNECT_MAX_MS = 2000
-_MANY_REFUSALS = 3
-# zmq_socket_monitor(3): what a socket tells of its connections.
-_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-_REFUSED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +59,7 @@ class Channel:
         self._poller = zmq.Poller()
         self._asked: Codec[ToWorker] = Codec(ToWorker)
         self._answered: Codec[ToDialer] = Codec(ToDialer)
-        self._dialled: dict[str, _Dialled] = {}
+        self._dialled: dict[str, Dialled] = {}
         self._inbox = f"inproc://outbox-{id(self)}"
         self._outbox_in = open_socket(self._context, zmq.PULL)
         self._outbox_in.bind(self._inbox)
@@ -85,7 +79,7 @@ class Channel:
 
     def _bind(self, address: str) -> None:
         self._bound = open_socket(self._context, zmq.ROUTER)
-        self._bound.setsockopt(zmq.IPV6, _is_ipv6(address))
+        self._bound.setsockopt(zmq.IPV6, is_ipv6(address))
         if self._key is not None:
             self._bound.curve_server = True
             self._bound.curve_secretkey = self._key.secret
@@ -99,7 +93,7 @@ class Channel:
                 "this machine that is free"
             ) from error
         self.address = self._bound.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._door = self._bound.get_monitor_socket(_REFUSED)
+        self._door = self._bound.get_monitor_socket(HANDSHAKE_FAILED)
         self._poller.register(self._bound, zmq.POLLIN)
         self._poller.register(self._door, zmq.POLLIN)
 
@@ -109,12 +103,15 @@ class Channel:
         """Connect, and stay connected, to the worker at `address`; nothing where it is done.
         Raises OSError where that is no address."""
         if address not in self._dialled:
-            self._redial(address)
+            register = self._asked.encode(Register(kind=self._kind, name=self.name))
+            self._dialled[address] = Dialled(
+                address, self._context, self._poller, self._key, register
+            )
 
     def hang_up(self, address: str) -> None:
         dialled = self._dialled.pop(address, None)
         if dialled is not None:
-            dialled.close(self._poller)
+            dialled.close()
 
     def is_up(self, address: str) -> bool:
         """Whether the connection that was dialled stands."""
@@ -126,39 +123,7 @@ class Channel:
         frame = self._asked.encode(Alive())
         self._alive_at = time.monotonic()
         for dialled in self._dialled.values():
-            if dialled.is_up:
-                dialled.sock.send(frame)
-
-    def _redial(self, address: str, num_refusals: int = 0) -> None:
-        """A new socket, so that nothing meant for the peer before it reaches the next."""
-        self.hang_up(address)
-        try:
-            sock = open_socket(self._context, zmq.DEALER)
-        except zmq.ZMQError as error:
-            raise OSError(f"cannot dial {address}: {error}") from error
-        sock.setsockopt(zmq.IPV6, _is_ipv6(address))
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        sock.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
-        if self._key is not None:
-            sock.curve_serverkey = self._key.public
-            sock.curve_secretkey = self._key.secret
-            sock.curve_publickey = self._key.public
-        monitor = sock.get_monitor_socket(_EVENTS | _REFUSED)
-        try:
-            sock.connect(address)
-        except zmq.ZMQError as error:
-            sock.disable_monitor()
-            monitor.close()
-            sock.close()
-            raise OSError(
-                f"cannot dial {address}: {error}; expected ipc:///path or tcp://host:port"
-            ) from error
-        sock.send(self._asked.encode(Register(kind=self._kind, name=self.name)))
-        self._dialled[address] = _Dialled(sock, monitor, num_refusals)
-        self._poller.register(sock, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
+            dialled.send_alive(frame)
 
     # -- messages
 
@@ -206,21 +171,18 @@ class Channel:
         if self._door is not None and self._door in ready:
             self._count_refused(self._door)
         for address, dialled in list(self._dialled.items()):
-            if dialled.again_at is not None:
-                self._retry(address, dialled, dialled.again_at, received)
-                continue
-            if dialled.sock in ready:
-                self._drain_dialled(address, dialled.sock, received)
-            if dialled.monitor in ready:
-                self._look(address, dialled, received)
+            for frames in dialled.receive(ready):
+                message = self._answered.decode(frames[0]) if len(frames) == 1 else None
+                if message is None:
+                    self._drop(address)
+                else:
+                    received.append((address, message))
+            if dialled.look(ready):
+                received.append((address, Disconnected()))
         return received
 
     def _flush_outbox(self) -> None:
-        while True:
-            try:
-                frames = self._outbox_in.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        for frames in drain(self._outbox_in):
             peer = frames[0].decode()
             if not peer:
                 continue
@@ -237,11 +199,7 @@ class Channel:
                 self._bound.send_multipart(frames)
 
     def _drain_bound(self, bound: Socket, received: list[tuple[str, Event]]) -> None:
-        while True:
-            try:
-                frames = bound.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        for frames in drain(bound):
             message = self._asked.decode(frames[1]) if len(frames) == 2 else None
             peer = frames[0].decode(errors="replace")
             if message is None or "://" in peer:  # who dials has no address
@@ -249,58 +207,11 @@ class Channel:
             else:
                 received.append((peer, message))
 
-    def _drain_dialled(self, address: str, sock: Socket, received: list[tuple[str, Event]]) -> None:
-        while True:
-            try:
-                frames = sock.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            message = self._answered.decode(frames[0]) if len(frames) == 1 else None
-            if message is None:
-                self._drop(address)
-            else:
-                received.append((address, message))
-
     def _drop(self, peer: str) -> None:
         self.num_malformed += 1
         if peer not in self._complained and len(self._complained) < 1000:
             self._complained.add(peer)
             log.warning("a message of %r is none of ours and was dropped; more are counted", peer)
-
-    def _look(self, address: str, dialled: _Dialled, received: list[tuple[str, Event]]) -> None:
-        event = recv_monitor_message(dialled.monitor, zmq.NOBLOCK)["event"]
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            dialled.is_up = True
-            return
-        if dialled.is_up:
-            self._redial(address)
-            received.append((address, Disconnected()))
-            return
-        # libzmq itself would try again too often or, after some failures, never.
-        dialled.close(self._poller)
-        wait_ms = min(_RECONNECT_MS << min(dialled.num_refusals, 8), _RECONNECT_MAX_MS)
-        dialled.again_at = time.monotonic() + wait_ms / 1000
-        dialled.num_refusals += 1
-        if dialled.num_refusals == _MANY_REFUSALS:
-            log.error(
-                "%s refuses connections: is that a plait worker with %s cluster key?",
-                address,
-                "the same" if self._key is not None else "no",
-            )
-
-    def _retry(
-        self,
-        address: str,
-        dialled: _Dialled,
-        again_at: float,
-        received: list[tuple[str, Event]],
-    ) -> None:
-        """Dial anew, once it is time, one that refused."""
-        if dialled.has_sent:
-            dialled.has_sent = False
-            received.append((address, Disconnected()))
-        if time.monotonic() >= again_at:
-            self._redial(address, dialled.num_refusals)
 
     def _count_refused(self, door: Socket) -> None:
         while door.poll(0):
@@ -326,33 +237,3 @@ class Channel:
         if self._auth is not None:
             self._auth.stop()
         self._context.term()
-
-
-def _is_ipv6(address: str) -> bool:
-    """Such as tcp://[fd00::7]:7000. A socket that may speak both says so of every address."""
-    return address.startswith("tcp://[")
-
-
-@dataclass(slots=True)
-class _Dialled:
-    sock: Socket
-    monitor: Socket
-    num_refusals: int  # in a row
-    is_up: bool = False
-    has_sent: bool = False  # more than who dials
-    again_at: float | None = None  # it refused: closed until then
-
-    def send(self, frame: bytes) -> None:
-        """Lost where the connection is: then a Disconnected follows."""
-        self.has_sent = True
-        if self.again_at is None:
-            self.sock.send(frame, copy=False)
-
-    def close(self, poller: zmq.Poller) -> None:
-        if self.again_at is not None:
-            return
-        poller.unregister(self.sock)
-        poller.unregister(self.monitor)
-        self.sock.disable_monitor()
-        self.monitor.close()
-        self.sock.close()

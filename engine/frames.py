@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -9,6 +10,10 @@ import zmq
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _CUT_BYTES = 4  # times that: the connection is cut before it is read
+
+# What zmq_socket_monitor(3) tells of a connection that failed, as with another key
+HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+HANDSHAKE_FAILED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 T = TypeVar("T")
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
@@ -44,3 +49,18 @@ def open_socket(context: Context, kind: int) -> Socket:
     sock.setsockopt(zmq.RCVHWM, 0)
     sock.setsockopt(zmq.MAXMSGSIZE, _CUT_BYTES * MAX_MESSAGE_BYTES)
     return sock
+
+
+def is_ipv6(address: str) -> bool:
+    """Such as tcp://[fd00::7]:7000. A socket that may speak both says so of every address."""
+    return address.startswith("tcp://[")
+
+
+def drain(sock: Socket) -> Iterator[list[bytes]]:
+    """The messages that are there, each as its frames."""
+    while True:
+        try:
+            frames: list[bytes] = sock.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        yield frames
