@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.allocator import CPSharedPagedAllocator, count_lanes, lane_of_page
+from kvcache.allocator import CPSharedPagedAllocator, count_lanes, count_tail, lane_of_page
 from kvcache.sharding import CpSharedKVLayout
 
 
@@ -173,3 +173,19 @@ def test_a_request_that_grows_is_spread_evenly(cp_size: int, steps: list[tuple[i
             request += pages
         counts = count_lanes(request, cp_size)
         assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "num_pages", "left"),
+    [
+        ([0, 0], 0, [0, 0]),
+        ([0, 1], 1, [0, 0]),
+        ([1, 0], 2, [0, 0]),  # page 6, of the other lane, goes too
+        ([3, 1], 6, [0, 0]),
+        ([4, 1], 6, [1, 0]),
+    ],
+)
+def test_a_tail_goes_down_to_the_last_page_that_is_wanted(
+    missing: list[int], num_pages: int, left: list[int]
+) -> None:
+    assert count_tail([1, 2, 3, 4, 5, 6], missing) == (num_pages, left)
