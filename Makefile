@@ -6,13 +6,14 @@
 # make chart                       lint, render and check the Helm chart; package it into dist/
 # make image [ARGS="gpu --build-arg …"]  a container image, by docker, podman or buildah
 # make bench [ARGS="--concurrency 8"]  load a running server (http://127.0.0.1:8000)
+# make bench-gpu [ARGS="--parts tests"]  all tests and benchmarks that need a CUDA device
 # PYTHON=/path/to/python3 chooses the interpreter that makes .venv.
 
 ARGS ?=
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: help serve test test-gpu test-browser check chart bench image install install-dev
+.PHONY: help serve test test-gpu test-browser check chart bench bench-gpu image install install-dev
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -48,6 +49,9 @@ chart: install-dev
 
 bench: install
 	@exec $(BIN)/plait bench $(ARGS)
+
+bench-gpu: install-dev
+	@exec $(BIN)/python -m benchmarks.gpu_suite $(ARGS)
 
 image:
 	@scripts/image.sh $(or $(ARGS),cpu)

@@ -3,7 +3,8 @@
     python -m benchmarks.gpu_engine --model dsv32-5l --json out.json
 
 The correctness gate comes first: small models of the same builds, in float32, must answer as they
-do on the CPU, token for token, and figures are refused where they do not. Prefill: one prompt, one
+do on the CPU, token for token, near ties between choices decided the same way (gpu_choices.py), and
+figures are refused where they do not. Prefill: one prompt, one
 token, median of 3, nothing cached. Decode: 64 steps of N requests that all decode.
 """
 
@@ -21,7 +22,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.random_models import build_weights
+from benchmarks.gpu_choices import recording, taking_over
+from benchmarks.random_models import CONFIGS, build_weights
 from engine.config import WorkerConfig
 from engine.engine import Engine, Mailbox
 from engine.loading import build_engine
@@ -147,29 +149,40 @@ def build(name: str, args: argparse.Namespace, **changes: Any) -> Bench:
 
 
 def gate(name: str, args: argparse.Namespace) -> bool:
-    """Whether 10 prompts get the same 64 greedy tokens on the GPU as on the CPU, in float32."""
-    found = []
-    for device in ("cpu", args.device):
-        bench = build(
-            name,
-            args,
-            device=device,
-            dtype="float32",
-            context_length=4096,
-            max_total_tokens=64 * 64,
-            max_running_requests=8,
-            chunked_prefill_size=200,
-        )
-        rids = [bench.submit(bench.prompt(5 + 53 * i), 64) for i in range(10)]
-        bench.run()
-        found.append([bench.tokens[rid] for rid in rids])
-    equal = sum(a == b for a, b in zip(*found, strict=True))
-    print(f"gate {name}: {equal} of 10 prompts have equal tokens, float32, 64 greedy", flush=True)
-    if equal < 10:
-        for a, b in zip(*found, strict=True):
-            same = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), 64)
-            print(f"  equal up to token {same}", flush=True)
-    return equal == 10
+    """Whether 10 prompts get the same 64 greedy tokens on the GPU as on the CPU, in float32, where
+    the CPU takes over what the GPU chose, and finds each of these choices right."""
+    config = CONFIGS[name][1]
+    topk, top_k = config.get("index_topk", 0), config.get("num_experts_per_tok", 0)
+    with recording(torch.device(args.device), topk, top_k) as choices:
+        found = gate_tokens(name, args, args.device)
+    with taking_over(choices) as verdict:
+        expected = gate_tokens(name, args, "cpu")
+    equal = sum(a == b for a, b in zip(expected, found, strict=True))
+    print(
+        f"gate {name}: {equal} of 10 prompts have equal tokens, float32, 64 greedy; {verdict}",
+        flush=True,
+    )
+    for i, (a, b) in enumerate(zip(expected, found, strict=True)):
+        if a != b:
+            same = next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+            print(f"  prompt {i} is equal up to token {same}", flush=True)
+    return equal == 10 and verdict.is_right
+
+
+def gate_tokens(name: str, args: argparse.Namespace, device: str) -> list[list[int]]:
+    bench = build(
+        name,
+        args,
+        device=device,
+        dtype="float32",
+        context_length=4096,
+        max_total_tokens=64 * 64,
+        max_running_requests=8,
+        chunked_prefill_size=200,
+    )
+    rids = [bench.submit(bench.prompt(5 + 53 * i), 64) for i in range(10)]
+    bench.run()
+    return [bench.tokens[rid] for rid in rids]
 
 
 def profile(bench: Bench, args: argparse.Namespace) -> None:

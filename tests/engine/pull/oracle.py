@@ -107,10 +107,14 @@ def log_probs(model: Any, ids: list[int]) -> torch.Tensor:
     return logits.float().log_softmax(-1)
 
 
+def divergences(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Kullback-Leibler divergence (nats) at each position of log-probabilities [T, vocab_size]."""
+    return (reference.double().exp() * (reference.double() - other.double())).sum(-1)
+
+
 def divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """Mean Kullback-Leibler divergence (nats) of log-probabilities [T, vocab_size]."""
-    per_token = (reference.double().exp() * (reference.double() - other.double())).sum(-1)
-    return float(per_token.mean())
+    """The mean of `divergences`."""
+    return float(divergences(reference, other).mean())
 
 
 def agreement(reference: torch.Tensor, other: torch.Tensor) -> float:
