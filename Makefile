@@ -6,7 +6,7 @@
 # make chart                       lint, render and check the Helm chart; package it into dist/
 # make image [ARGS="gpu --build-arg …"]  a container image, by docker, podman or buildah
 # make bench [ARGS="--concurrency 8"]  load a running server (http://127.0.0.1:8000)
-# make bench-gpu [ARGS="--parts tests"]  all tests and benchmarks that need a CUDA device
+# make bench-gpu [ARGS="--parts kernels"]  all tests and benchmarks that need a CUDA device
 # PYTHON=/path/to/python3 chooses the interpreter that makes .venv.
 
 ARGS ?=

@@ -28,8 +28,6 @@ from engine.runner import Runner
 # largest score. Float32's rounding, through some layers, makes some 1e-6; neighbouring scores lie
 # some 1e-2 apart.
 MOST_SHORTFALL: Final = 2e-5
-_MOST_TOKENS: Final = 4096  # of a batch
-_MOST_LAYERS: Final = 16
 
 Place = tuple[tuple[int, ...], int]  # a prompt, a position behind its beginning
 
@@ -108,12 +106,15 @@ def _following(batches: _Batches) -> Iterator[None]:
 
 
 @contextmanager
-def recording(device: torch.device, topk: int, top_k: int) -> Iterator[Choices]:
-    """Of one engine that reads its KV by page tables, built and run inside. What a layer chooses is
-    copied on the device, so that recorded graphs copy it too. 0: there are none."""
+def recording(
+    device: torch.device, topk: int, top_k: int, *, num_layers: int, most_tokens: int
+) -> Iterator[Choices]:
+    """Of one engine that reads its KV by page tables, built, run and done with inside: what a layer
+    chooses is copied on the device, so that recorded graphs copy it too, to what is freed behind.
+    `topk` tokens and `top_k` experts, 0: there are none; `most_tokens` of a batch."""
     choices, batches, gates = Choices(), _Batches(), dict[int, int]()
     select, route = TableForward.select, Gate.__call__
-    shape = (_MOST_LAYERS, _MOST_TOKENS)
+    shape = (num_layers, most_tokens)
     rows = torch.zeros(*shape, max(topk, 1), dtype=torch.int32, device=device)
     experts = torch.zeros(*shape, max(top_k, 1), dtype=torch.int64, device=device)
 
@@ -135,8 +136,8 @@ def recording(device: torch.device, topk: int, top_k: int) -> Iterator[Choices]:
 
         def forwarding(self: Runner, arrays: BatchArrays, token_ids: Any) -> torch.Tensor:
             hidden = forward(self, arrays, token_ids)
-            num, num_layers = len(batches.places), self._model.geometry.num_layers
-            chosen, routed = rows[:num_layers, :num].cpu(), experts[: len(gates), :num].cpu()
+            num = len(batches.places)
+            chosen, routed = rows[:, :num].cpu(), experts[: len(gates), :num].cpu()
             requests = [b for b, length in enumerate(arrays.lengths) for _ in range(length)]
             for t, (place, b) in enumerate(zip(batches.places, requests, strict=True)):
                 choices.experts[place] = routed[:, t].clone()

@@ -4,10 +4,11 @@
 
 Three cases side by side, each in a process of its own: the CPU in float32, the GPU in float32 and
 in bfloat16. Ten prompts, 64 greedy tokens each, must be equal token for token in float32; a
-difference is reported with the margin that both sides saw there. Divergence is over the whole
-vocabulary, at every position of one long prompt, from the CPU's float32. With --device cpu the
-GPU's places are taken by the CPU, batched otherwise and with 16-bit weights: that shows that this
-script works.
+difference is reported with the margin that both sides saw there, and passes only where the CPU,
+taking over what the GPU chose, finds these choices right and the same tokens (gpu_choices.py).
+Divergence is over the whole vocabulary, at every position of one long prompt, from the CPU's
+float32. With --device cpu the GPU's places are taken by the CPU, reading KV and batching otherwise
+and with 16-bit weights: that shows that this script works.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import pickle
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,10 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
+import engine.loading
 import engine.runner
+from benchmarks.gpu_choices import Choices, recording, taking_over
+from engine.attention.tables import TableAttention
 from engine.pull.cache import default_home
 from engine.pull.default_model import ensure_default_model
 from tests.engine.client import Client
@@ -48,6 +54,8 @@ class Case:
     dtype: str
     max_running: int = 16
     chunk: int = 512
+    records: bool = False  # what it chooses
+    reads_tables: bool = False  # on a CPU: KV as on a GPU, in the torch forms of its kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +64,17 @@ class Found:
     margins: list[list[float]]  # of each token: by how much it was likelier than the next
     log_probs: torch.Tensor  # [SCORED_TOKENS - 1, vocab_size] float32
     seconds: dict[str, float]
+    choices: Choices | None = None
 
 
 def cases_of(device: str) -> list[Case]:
     first = Case("cpu float32", "cpu", "float32")
     if device == "cpu":
-        other = Case("cpu float32, batched otherwise", "cpu", "float32", max_running=3, chunk=100)
+        other = Case("cpu float32, otherwise", "cpu", "float32", 3, 100, True, reads_tables=True)
         return [first, other, Case("cpu bfloat16 weights", "cpu", "bfloat16")]
     return [
         first,
-        Case(f"{device} float32", device, "float32"),
+        Case(f"{device} float32", device, "float32", records=True),
         Case(f"{device} bfloat16", device, "bfloat16"),
     ]
 
@@ -77,10 +86,8 @@ def texts_of(folder: Path, lengths: tuple[int, ...]) -> tuple[list[list[int]], l
     return [ids[97 * i : 97 * i + n] for i, n in enumerate(lengths)], ids[:SCORED_TOKENS]
 
 
-def compute(case: Case, folder: Path, prompts: list[list[int]], scored: list[int]) -> Found:
-    """What one engine finds: greedy tokens first, batched together, then scores."""
-    began = time.perf_counter()
-    client = Client(
+def start(case: Case, folder: Path) -> Client:
+    return Client(
         folder,
         device=case.device,
         dtype=case.dtype,
@@ -89,14 +96,22 @@ def compute(case: Case, folder: Path, prompts: list[list[int]], scored: list[int
         max_running_requests=case.max_running,
         chunked_prefill_size=case.chunk,
     )
-    seconds = {"ready": time.perf_counter() - began}
-    began = time.perf_counter()
+
+
+def greedy(client: Client, prompts: list[list[int]]) -> list[list[int]]:
     for i, prompt in enumerate(prompts):
         client.submit(f"t{i}", prompt, max_tokens=NUM_TOKENS, temperature=0.0)
     client.run()
-    tokens = [client.tokens[f"t{i}"] for i in range(len(prompts))]
-    seconds["tokens"] = time.perf_counter() - began
-    began = time.perf_counter()
+    return [client.tokens[f"t{i}"] for i in range(len(prompts))]
+
+
+def compute(case: Case, folder: Path, prompts: list[list[int]], scored: list[int]) -> Found:
+    """What one engine finds: greedy tokens first, batched together, then scores."""
+    times = [time.perf_counter()]
+    client = start(case, folder)
+    times.append(time.perf_counter())
+    tokens = greedy(client, prompts)
+    times.append(time.perf_counter())
     for i, prompt in enumerate(prompts):
         client.submit(f"m{i}", prompt + tokens[i], max_tokens=0, prompt_logprobs=2)
     client.run()
@@ -105,8 +120,10 @@ def compute(case: Case, folder: Path, prompts: list[list[int]], scored: list[int
         for i, prompt in enumerate(prompts)
     ]
     log_probs = _score(client, scored)
-    seconds["scores"] = time.perf_counter() - began
+    times.append(time.perf_counter())
     client.close()
+    names = ("ready", "tokens", "scores")
+    seconds = {name: b - a for name, a, b in zip(names, times, times[1:], strict=False)}
     return Found(tokens, margins, log_probs, seconds)
 
 
@@ -134,35 +151,65 @@ def _score(client: Client, prompt: list[int]) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def case_main(
-    case: Case, folder: Path, prompts: list[list[int]], scored: list[int], out: Path
+def compute_recording(
+    case: Case, folder: Path, prompts: list[list[int]], scored: list[int]
+) -> Found:
+    config = json.loads((folder / "config.json").read_text())
+    recorded = recording(
+        torch.device(case.device),
+        config["index_topk"],
+        config["num_experts_per_tok"],
+        num_layers=config["num_hidden_layers"],
+        most_tokens=1024,
+    )
+    with recorded as choices:
+        found = compute(case, folder, prompts, scored)
+    asked = {tuple(prompt) for prompt in prompts}
+    for kind in (choices.selected, choices.experts):
+        for place in [place for place in kind if place[0] not in asked]:
+            del kind[place]
+    return replace(found, choices=choices)
+
+
+def case_main(case: Case, out: Path, *what: Any) -> None:
+    if case.reads_tables:
+        engine.loading.local_attention = TableAttention  # type: ignore[assignment]
+    found = (compute_recording if case.records else compute)(case, *what)
+    out.write_bytes(pickle.dumps(found))
+    print(f"{case.name}: {_seconds(found.seconds)}", flush=True)
+
+
+def take_over_main(
+    case: Case, out: Path, folder: Path, prompts: list[list[int]], choices: bytes
 ) -> None:
-    found = compute(case, folder, prompts, scored)
-    torch.save([found.tokens, found.margins, found.log_probs, found.seconds], out)
-    print(f"{case.name}: {found.seconds}", flush=True)
+    """Writes tokens, whether the choices are right, and how they are in words. The choices come
+    pickled: as they are, each of their tensors would travel in shared memory of its own."""
+    with taking_over(pickle.loads(choices)) as verdict:
+        tokens = greedy(start(case, folder), prompts)
+    out.write_bytes(pickle.dumps((tokens, verdict.is_right, str(verdict))))
 
 
-def run_cases(
-    cases: list[Case],
-    limits_s: dict[str, float],
-    folder: Path,
-    prompts: list[list[int]],
-    scored: list[int],
-) -> list[Found | str]:
-    """What each case found, or why it found nothing; a case beyond its limit is ended."""
+def _seconds(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+
+
+def run_processes(
+    targets: list[tuple[Callable[..., None], Case, tuple[Any, ...], float]],
+) -> list[Any]:
+    """What each of (function, case, arguments, limit in seconds) wrote, or in words why it wrote
+    nothing, all at once in processes of their own."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as scratch:
         began = time.monotonic()
-        outs = [Path(scratch) / f"{i}.pt" for i in range(len(cases))]
+        outs = [Path(scratch) / str(i) for i in range(len(targets))]
         processes = [
-            context.Process(target=case_main, args=(case, folder, prompts, scored, out))
-            for case, out in zip(cases, outs, strict=True)
+            context.Process(target=main, args=(case, out, *arguments))
+            for (main, case, arguments, _), out in zip(targets, outs, strict=True)
         ]
         for process in processes:
             process.start()
-        found: list[Found | str] = []
-        for case, process, out in zip(cases, processes, outs, strict=True):
-            limit_s = limits_s[torch.device(case.device).type]
+        found: list[Any] = []
+        for (*_, limit_s), process, out in zip(targets, processes, outs, strict=True):
             process.join(max(0.0, began + limit_s - time.monotonic()))
             if process.is_alive():
                 process.kill()
@@ -171,7 +218,7 @@ def run_cases(
             elif process.exitcode:
                 found.append(f"failed with exit code {process.exitcode}; its output says why")
             else:
-                found.append(Found(*torch.load(out)))
+                found.append(pickle.loads(out.read_bytes()))
         return found
 
 
@@ -215,9 +262,23 @@ def compare(expected: Found, other: Found) -> dict[str, Any]:
 
 def is_right(case: Case, row: dict[str, Any]) -> bool:
     """NaN is not."""
-    if case.dtype == "float32" and row["differences"]:
+    if case.dtype == "float32" and row["differences"] and not row.get("choices_explain"):
         return False
     return bool(row["divergence_mean"] <= MAX_DIVERGENCE)
+
+
+def table_of(rows: dict[str, Any], num_prompts: int) -> Table:
+    table = Table("case", "equal", "KL mean", "first 256", "KL max", "agreement")
+    for name, row in rows.items():
+        table.add_row(
+            name,
+            f"{row['equal_prompts']} of {num_prompts}",
+            f"{row['divergence_mean']:.2e}",
+            f"{row['divergence_mean_first_256']:.2e}",
+            f"{row['divergence_max']:.2e}",
+            f"{row['agreement']:.4f}",
+        )
+    return table
 
 
 def main() -> int:
@@ -234,6 +295,9 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of the prompts")
     parser.add_argument("--cpu-limit-s", type=float, default=400, help="of a case on the CPU")
     parser.add_argument("--gpu-limit-s", type=float, default=240, help="of a case on the GPU")
+    parser.add_argument(
+        "--take-over", action="store_true", help="choices, also where no token differs"
+    )
     parser.add_argument("--json", type=Path, help="write the results here; refused on a CPU")
     args = parser.parse_args()
     kind = torch.device(args.device).type
@@ -245,32 +309,35 @@ def main() -> int:
     prompts, scored = texts_of(folder, tuple(args.lengths))
     cases = cases_of(args.device)
     limits_s = {"cpu": args.cpu_limit_s, "cuda": args.gpu_limit_s}
-    found = run_cases(cases, limits_s, folder, prompts, scored)
+    found = run_processes(
+        [
+            (case_main, case, (folder, prompts, scored), limits_s[torch.device(case.device).type])
+            for case in cases
+        ]
+    )
     rows: dict[str, Any] = {}
-    console, red = Console(), []
-    table = Table("case", "equal", "KL mean", "first 256", "KL max", "agreement", "seconds")
+    red: list[str] = []
     for case, result in zip(cases, found, strict=True):
         if isinstance(result, str) or isinstance(found[0], str):
-            red.append(
-                f"{case.name}: {result if isinstance(result, str) else 'compared with none'}"
-            )
+            red.append(f"{case.name}: {result if isinstance(result, str) else 'nothing beside it'}")
             continue
         rows[case.name] = row = compare(found[0], result) | {"seconds": result.seconds}
-        table.add_row(
-            case.name,
-            f"{row['equal_prompts']} of {len(prompts)}",
-            *(
-                f"{row[name]:.2e}"
-                for name in ("divergence_mean", "divergence_mean_first_256", "divergence_max")
-            ),
-            f"{row['agreement']:.4f}",
-            ", ".join(f"{name} {value:.1f}" for name, value in result.seconds.items()),
-        )
+        if result.choices is not None and (row["differences"] or args.take_over):
+            what = (folder, prompts, pickle.dumps(result.choices))
+            (taken,) = run_processes([(take_over_main, cases[0], what, limits_s["cpu"])])
+            is_same = not isinstance(taken, str) and taken[0] == result.tokens
+            row["choices_explain"] = is_same and taken[1]
+            row["choices"] = taken if isinstance(taken, str) else taken[2]
+            print(f"{case.name}, its choices taken over: tokens equal {is_same}; {row['choices']}")
+            if not row["choices_explain"]:
+                red.append(f"{case.name}: choices taken over do not lead to the same tokens")
         if not is_right(case, row):
             red.append(f"{case.name}: tokens differ or the mean divergence exceeds the limit")
         if case.dtype == "float32":
-            red += [f"{case.name}: {text}" for text in row["differences"]]
-    console.print(table)
+            for text in row["differences"]:
+                print(f"{case.name}: {text}")
+    console = Console()
+    console.print(table_of(rows, len(prompts)))
     for line in red:
         console.print(line, markup=False, soft_wrap=True)
     if args.json and rows:

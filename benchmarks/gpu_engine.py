@@ -152,8 +152,14 @@ def gate(name: str, args: argparse.Namespace) -> bool:
     """Whether 10 prompts get the same 64 greedy tokens on the GPU as on the CPU, in float32, where
     the CPU takes over what the GPU chose, and finds each of these choices right."""
     config = CONFIGS[name][1]
-    topk, top_k = config.get("index_topk", 0), config.get("num_experts_per_tok", 0)
-    with recording(torch.device(args.device), topk, top_k) as choices:
+    recorded = recording(
+        torch.device(args.device),
+        config.get("index_topk", 0),
+        config.get("num_experts_per_tok", 0),
+        num_layers=config["num_hidden_layers"],
+        most_tokens=1024,
+    )
+    with recorded as choices:
         found = gate_tokens(name, args, args.device)
     with taking_over(choices) as verdict:
         expected = gate_tokens(name, args, "cpu")

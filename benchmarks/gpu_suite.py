@@ -1,6 +1,6 @@
 """All that is measured and tested on GPUs, in one command: parts in order, each with a time limit.
 
-    python -m benchmarks.gpu_suite [--parts tests,engine-llama-1b] [--limit-s 1500] [--out FOLDER]
+    python -m benchmarks.gpu_suite [--parts tests-gpu,kernels] [--limit-s 1500] [--out FOLDER]
 
 Each part is a process of its own; one that fails or is ended does not stop the next. FOLDER gets
 suite.log, what the parts printed, and suite.json, how they ended and what they found, both kept up
@@ -54,8 +54,9 @@ def _engine_parts(model: str) -> list[Part]:
 
 _PYTEST = "-m pytest -c tests/gpu/pytest.ini"
 PARTS = [
-    Part("tests", f"{_PYTEST} tests/kernels/gpu tests/gpu", 600),
-    Part("default-model", "-m benchmarks.gpu_default_model --json {json}", 480),
+    Part("tests-kernels", f"{_PYTEST} tests/kernels/gpu", 480),
+    Part("tests-gpu", f"{_PYTEST} tests/gpu", 600),
+    Part("default-model", "-m benchmarks.gpu_default_model --json {json}", 600),
     Part("kernels", "-m benchmarks.gpu_kernels --output {json}", 300),
     Part("attention", "-m benchmarks.gpu_attention --json {json}", 300),
     *_engine_parts("dsv32-5l"),

@@ -20,6 +20,7 @@ from benchmarks.gpu_choices import (
     taking_over,
 )
 from engine.attention.tables import TableAttention
+from kernels import index_topk
 from tests.engine.client import Client
 from tests.tiny import save_dsa
 
@@ -42,13 +43,18 @@ def answers(folder: Path) -> list[list[int]]:
     return [client.tokens[f"r{i}"] for i in range(6)]
 
 
-@pytest.fixture(scope="module")
-def recorded(folder: Path) -> tuple[Choices, list[list[int]]]:
+def record(folder: Path) -> tuple[Choices, list[list[int]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.loading, "local_attention", TableAttention)
-        with recording(torch.device("cpu"), TOPK, EXPERTS) as choices:
+        cpu = torch.device("cpu")
+        with recording(cpu, TOPK, EXPERTS, num_layers=3, most_tokens=64) as choices:
             tokens = answers(folder)
     return choices, tokens
+
+
+@pytest.fixture(scope="module")
+def recorded(folder: Path) -> tuple[Choices, list[list[int]]]:
+    return record(folder)
 
 
 def copied(choices: Choices) -> Choices:
@@ -83,6 +89,16 @@ def test_wrong_selections_are_found_and_lead_elsewhere(folder, recorded):
     verdict, tokens = take_over(folder, wrong)
     assert not verdict.is_right
     assert tokens != expected
+
+
+def test_choices_by_scores_that_are_less_exact_are_found(folder, monkeypatch):
+    causal = index_topk.causal
+    monkeypatch.setattr(
+        index_topk, "causal", lambda q, *args: causal(q.bfloat16().to(q.dtype), *args)
+    )
+    verdict, _ = take_over(folder, record(folder)[0])
+    assert verdict.num_ties > 0
+    assert not verdict.is_right
 
 
 @pytest.mark.parametrize("kind", ["selected", "experts"])

@@ -45,11 +45,11 @@ def test_kernels_are_compiled_once_for_the_parts_that_share_them(tmp_path: Path)
 
 
 def test_parts_are_chosen_by_name_and_by_how_many_gpus_there_are() -> None:
-    assert [p.name for p in choose("kernels,tests", 1)] == ["tests", "kernels"]
+    assert [p.name for p in choose("kernels,tests-gpu", 1)] == ["tests-gpu", "kernels"]
     assert choose(None, 0) == []
     assert [p.name for p in PARTS if p not in choose(None, 1)] == ["cp", "handoff"]
     assert choose(None, 2) == PARTS
-    with pytest.raises(ValueError, match="--parts kernel: accepted are tests, default-model"):
-        choose("tests,kernel", 1)
+    with pytest.raises(ValueError, match="--parts kernel: accepted are tests-kernels, tests-gpu, "):
+        choose("tests-gpu,kernel", 1)
     with pytest.raises(ValueError, match="--parts cp: needs 2 GPUs, here are 1"):
         choose("cp", 1)
