@@ -8,6 +8,7 @@ the same tokens. Knows engines, not what they are run for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -230,13 +231,16 @@ def taking_over(choices: Choices) -> Iterator[Verdict]:
 
 def shortfall(scores: torch.Tensor, chosen: torch.Tensor) -> float:
     """By how much the least of the chosen scores less than the best of the others, as a share of
-    the largest score; infinite where the chosen are not so many different ones of these."""
+    the largest score; infinite where the chosen are not so many different ones of these, or the
+    scores no numbers."""
     if len(chosen.unique()) < len(chosen) or chosen.min() < 0 or chosen.max() >= len(scores):
-        return torch.inf
+        return math.inf
     others = torch.ones(len(scores), dtype=torch.bool).index_fill_(0, chosen, False)
     if not others.any():
         return 0.0
     lacks = float(scores[others].max() - scores[chosen].min())
+    if not math.isfinite(lacks):
+        return math.inf
     return lacks / float(scores.abs().max()) if lacks > 0 else 0.0
 
 
@@ -249,7 +253,7 @@ def _route_shortfall(scores: torch.Tensor, ids: torch.Tensor, gate: Gate) -> flo
     by_group = best.sum(-1)
     kept = (ids // size).unique()
     if len(kept) > gate.topk_group:
-        return torch.inf
+        return math.inf
     rest = by_group.index_fill(0, kept, -torch.inf)
     kept = torch.cat((kept, rest.topk(gate.topk_group - len(kept)).indices))
     inside = torch.cat(

@@ -122,6 +122,7 @@ def test_a_choice_falls_short_by_what_it_lacks():
     assert shortfall(torch.zeros(3), torch.tensor([2])) == 0  # a tie
     for no_choice in ([0, 0], [0, -1], [0, 5]):
         assert shortfall(scores, torch.tensor(no_choice)) == torch.inf
+    assert shortfall(scores * torch.nan, torch.tensor([0, 2])) == torch.inf
 
 
 def test_near_ties_pass_and_are_counted_wider_ones_do_not():
