@@ -33,7 +33,7 @@ from rich.table import Table
 from engine.channel import Channel
 from engine.messages import Abort, Heartbeat, Hello, Outputs, Register, Submit
 from engine.pull.cache import default_model_path
-from engine.types import Load, TokenOut
+from engine.types import Load, ModelId, TokenOut
 from server.tokenizer import Tokenizer
 from tests.engine.client import Client
 from tests.served import Served, serving
@@ -111,6 +111,7 @@ def talk(address: str, vocab_size: int, num_tokens: int) -> None:
     hello = Hello(
         instance_id="talker", role="colocated", pid=os.getpid(), host="", model="",
         vocab_size=vocab_size, context_length=8192, page_size=64, total_pages=100_000,
+        model_id=ModelId(fingerprint="", dtype=""),
     )  # fmt: skip
     live: dict[str, int] = {}
     waiting: list[str] = []

@@ -31,6 +31,7 @@ from rich.table import Table
 
 from engine.handoff.pusher import Pusher
 from engine.handoff.room import Reservation, RoomReport
+from engine.types import ModelId
 from kvcache.layout import KVGeometry
 from kvcache.pool import KVPool
 from kvcache.transfer.digest import page_digest
@@ -130,7 +131,11 @@ class Pair:
     def push(self, source: list[int], destination: list[int]) -> None:
         """One room, in chunks, as a prefill would send it."""
         reservation = Reservation(
-            session=self.session, pool=self.record, first_position=0, dst_pages=destination
+            session=self.session,
+            pool=self.record,
+            model_id=ModelId(fingerprint="", dtype=""),
+            first_position=0,
+            dst_pages=destination,
         )
         self._pusher.open("room", reservation)
         for start in range(0, len(source), CHUNK_PAGES):

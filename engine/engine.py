@@ -17,6 +17,7 @@ from engine.parallel.mesh import Mesh
 from engine.plan import StepPlan, StepResult
 from engine.runner import Runner
 from engine.scheduler.scheduler import Scheduler
+from engine.types import ModelId
 from kvcache.events import EventLog
 from kvcache.pool import KVPool
 from kvcache.transfer.base import TransferEngine
@@ -90,6 +91,7 @@ class Engine:
     vocab_size: int
     bytes_per_token: int  # of KV, over all layers
     capacity: Capacity
+    model_id: ModelId
     scheduler: Scheduler
     leader: Rank
     group: Group
@@ -130,7 +132,7 @@ class Engine:
     @property
     def destination(self) -> Destination | None:
         """Where bytes for this worker go; None where it takes none."""
-        return destination_of(self.leader)
+        return destination_of(self.leader, self.model_id)
 
     def close(self) -> None:
         """End the other ranks."""
@@ -139,7 +141,7 @@ class Engine:
         self.leader.mesh.close()
 
 
-def destination_of(rank: Rank) -> Destination | None:
+def destination_of(rank: Rank, model_id: ModelId) -> Destination | None:
     if rank.transfer is None or rank.pusher is not None:
         return None
-    return Destination(rank.transfer.session, rank.pool.record())
+    return Destination(rank.transfer.session, rank.pool.record(), model_id)

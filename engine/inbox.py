@@ -167,6 +167,10 @@ class Inbox:
         if why := mismatch(self._engine.record, wanted.pool):
             self._refuse("geometry", why)
             return why
+        if wanted.model_id != self._engine.model_id:
+            why = f"the models differ: here {self._engine.model_id}, there {wanted.model_id}"
+            self._refuse("model", why)
+            return why
         num_tokens = len(message.request.token_ids) + len(message.output_ids)
         num_pages = -(-num_tokens // page_size)
         first, end = wanted.first_position, wanted.first_position + len(wanted.dst_pages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -24,6 +25,7 @@ from engine.host_side import HostSide
 from engine.messages import HostReport, Setup
 from engine.model.base import Model
 from engine.model.config import load_config
+from engine.model.fingerprint import fingerprint
 from engine.model.registry import ARCHITECTURES, load_model, resolve_dtype
 from engine.model.weights import weight_bytes
 from engine.page_tables import PageTables
@@ -33,6 +35,7 @@ from engine.rules import check_rules
 from engine.runner import Runner
 from engine.scheduler.scheduler import Scheduler
 from engine.staging import Staging
+from engine.types import ModelId
 from kernels.cpu import threads
 from kernels.dispatch import describe
 from kernels.linear import warm_up
@@ -94,11 +97,13 @@ def build_engine(config: WorkerConfig, weights: Weights, group: Group, mailbox: 
     group.wait_ready()
     _log_capacity(config, weights, capacity, setup.num_host_pages)
     events = EventLog(config.hash_salt.encode())
+    model_id = _identify(config, weights.device)
     return Engine(
         weights.model.vocab_size,
         weights.bytes_per_token,
         capacity,
-        _build_scheduler(config, capacity, setup, weights.model, leader, events),
+        model_id,
+        _build_scheduler(config, capacity, setup, weights.model, leader, model_id, events),
         leader,
         group,
         mailbox,
@@ -121,6 +126,14 @@ def load_weights(config: WorkerConfig, rank: int) -> Weights:
     model = load_model(config.model, device, dtype, config.context_length)
     # Activations and KV rows are float32 on a CPU, whatever the weights are (docs/adr/0003).
     return Weights(model, device, torch.float32 if device.type == "cpu" else dtype)
+
+
+def _identify(config: WorkerConfig, device: torch.device) -> ModelId:
+    """Of the folder as it is: nobody replaces a model's files in the moments of a load."""
+    dtype = resolve_dtype(config.dtype, device)
+    return ModelId(
+        fingerprint=fingerprint(Path(config.model)), dtype=str(dtype).removeprefix("torch.")
+    )
 
 
 def _plan_capacity(config: WorkerConfig, weights: Weights) -> Capacity:
@@ -248,6 +261,7 @@ def _build_scheduler(
     setup: Setup,
     model: Model,
     leader: Rank,
+    model_id: ModelId,
     events: EventLog,
 ) -> Scheduler:
     return Scheduler(
@@ -257,7 +271,7 @@ def _build_scheduler(
         context_length=capacity.context_length,
         vocab_size=model.vocab_size,
         num_ranks=config.cp_size,
-        destination=destination_of(leader),
+        destination=destination_of(leader, model_id),
         looks_ahead=leader.runner.runs_ahead,
     )
 

@@ -9,7 +9,7 @@ import msgspec
 
 from engine.handoff.room import Reservation, RoomReport
 from engine.plan import StepPlan
-from engine.types import Load, MetricFamily, Request, Role, TokenOut
+from engine.types import Load, MetricFamily, ModelId, Request, Role, TokenOut
 from kvcache.events import KVEvents
 
 PeerKind = Literal["frontend", "worker"]
@@ -93,6 +93,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     context_length: int  # prompt + output tokens of one request, at most
     page_size: int
     total_pages: int
+    model_id: ModelId
     cp_size: int = 1
     # Of the prefix hashes in its KVEvents: see kvcache.events.
     hash_salt: str = ""

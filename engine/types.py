@@ -13,6 +13,17 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Role = Literal["colocated", "prefill", "decode"]
 
 
+class ModelId(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker computes with. Tokens of a request continue each other only where it is equal:
+    other weights, or the same in another dtype, would go on with another answer."""
+
+    fingerprint: str  # of its folder: see engine.model.fingerprint
+    dtype: str  # of the weights in memory
+
+    def __str__(self) -> str:
+        return f"{self.fingerprint} in {self.dtype}"
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one request's tokens are chosen. Validated at the HTTP edge; the sampler trusts it.
 

@@ -89,6 +89,7 @@ class Worker:
             context_length=capacity.context_length,
             page_size=capacity.page_size,
             total_pages=capacity.logical_pages,
+            model_id=self._engine.model_id,
             cp_size=self._config.cp_size,
             hash_salt=self._config.hash_salt,
         )

@@ -18,11 +18,12 @@ from engine.cluster_key import ClusterKey
 from engine.messages import Abort, Drain, Goodbye, HandBack, Heartbeat, Hello, Route, Submit
 from engine.peers import LOOK_S
 from engine.tracing import NO_TRACER, Tracer
+from engine.types import ModelId
 from kvcache.events import page_hashes
 from server.answer import Answer, Delta
 from server.detokenizer import AnswerText, TokenBytes
 from server.discovery.places import Place
-from server.fleet import Capabilities, Fleet, Loss
+from server.fleet import Capabilities, Fleet, Loss, Refused
 from server.generation import EngineError, Generation, Limits, Live, Quota, Submission
 from server.metrics import Metrics
 from server.reader import Event, Reader
@@ -46,7 +47,8 @@ _LOSSES: dict[Loss, str] = {
 
 class EngineClient:
     """`start` it on the event loop, whose thread then makes every call but `worker_exited`, which
-    any thread may make. `add_worker` tells where workers are, or will be."""
+    any thread may make. `add_worker` tells where workers are, or will be; `fingerprint` what they
+    have to hold, where this is known."""
 
     def __init__(
         self,
@@ -54,12 +56,13 @@ class EngineClient:
         limits: Limits | None = None,
         *,
         policy: str = "prefix",
+        fingerprint: str = "",
         key: ClusterKey | None = None,
         tracer: Tracer = NO_TRACER,
     ) -> None:
         self.tracer = tracer
         self.limits = limits or Limits()
-        self.fleet = Fleet()
+        self.fleet = Fleet(fingerprint)
         self.addresses: dict[str, None] = {}  # where workers are, or should be
         self.places: list[Place] = []  # where addresses come from
         self.router = Router(self.fleet, policy)
@@ -74,6 +77,7 @@ class EngineClient:
         self._parked: dict[str, Live] = {}  # those that wait for a worker, oldest first
         self._retired: set[str] = set()  # of the addresses, those that get nothing new
         self._quota = Quota(self.limits)
+        self._model_id: ModelId | None = None  # of the workers that are there, or were
         self._joined = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -273,6 +277,11 @@ class EngineClient:
         if same is not None:  # which now talks over this connection only
             logger.warning("%s and %s are one worker: name it once", same.address, address)
             self.remove_worker(same.address)
+        if reason := self.fleet.misfit(hello):
+            self.fleet.refused[address] = Refused(hello, reason)
+            logger.error("%s worker at %s is refused: %s", hello.role, address, reason)
+            return
+        self._settle_model(hello.model_id)
         self.fleet.join(address, hello).is_retired = address in self._retired
         self.router.hints.clear(address)
         logger.info(
@@ -290,6 +299,21 @@ class EngineClient:
             self._joined.set()
         for live in list(self._parked.values()):
             self._dispatch(live)
+
+    def _settle_model(self, model_id: ModelId) -> None:
+        """Answers that another model has begun end here: no worker is left that could go on."""
+        if self._model_id not in (None, model_id):
+            message = f"the model was replaced: {self._model_id} by {model_id}"
+            for live in [live for live in self._live.values() if live.answer.token_ids]:
+                self._fail(live, EngineError("worker_lost", message))
+        self._model_id = model_id
+
+    def _take_refused(self) -> None:
+        """Where no worker is left, those that were refused because of them may serve."""
+        for address, refused in list(self.fleet.refused.items()):
+            if not self.fleet.misfit(refused.hello):
+                del self.fleet.refused[address]
+                self._on_hello(address, refused.hello)
 
     def _forget_retired(self) -> None:
         for address in list(self._retired):
@@ -313,6 +337,7 @@ class EngineClient:
             self._channel.post_hang_up(worker.address)
             self._channel.post_dial(worker.address)
         self._forget_retired()
+        self._take_refused()
 
     def _on_delta(self, live: Live, address: str, delta: Delta, received_at: float) -> None:
         self._observe(live, delta, received_at)
@@ -388,6 +413,7 @@ class EngineClient:
             self.metrics.num_parked = len(self._parked)
 
     def _lose(self, address: str, reason: Loss) -> None:
+        self.fleet.refused.pop(address, None)
         worker = self.fleet.leave(address)
         if worker is None:
             return

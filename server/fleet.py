@@ -1,4 +1,5 @@
-"""The workers that are there: who said hello, how loaded each is. The one source of load.
+"""The workers that are there: who said hello, how loaded each is, and who is refused. The one
+source of load.
 
 Owned by the event loop. Knows no request's content and no socket.
 """
@@ -47,9 +48,23 @@ class Capabilities:
     hash_salt: str
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A worker that said hello and is given nothing: another model's tokens would go on with the
+    answers of the others."""
+
+    hello: Hello
+    reason: str
+
+
 class Fleet:
-    def __init__(self) -> None:
+    """`fingerprint`: of the front end's own model folder, which then says what workers must hold;
+    empty where it has no weights: then the first of them does."""
+
+    def __init__(self, fingerprint: str = "") -> None:
+        self._fingerprint = fingerprint
         self._workers: dict[str, Worker] = {}  # by address
+        self.refused: dict[str, Refused] = {}  # by address
         self.capabilities: Capabilities | None = (
             None  # None until it could serve for the first time
         )
@@ -72,6 +87,24 @@ class Fleet:
 
     def at(self, address: str) -> Worker | None:
         return self._workers.get(address)
+
+    def misfit(self, hello: Hello) -> str:
+        """Why this worker cannot be one of the fleet; empty where it can."""
+        theirs = hello.model_id
+        if self._fingerprint and theirs.fingerprint != self._fingerprint:
+            return (
+                f"it holds the model {theirs.fingerprint} of {hello.model}, --model"
+                f" of this front end is {self._fingerprint}; expected the same files for both, or a"
+                " restart of whichever has older ones"
+            )
+        first = next(iter(self), None)
+        if first is None or first.hello.model_id == theirs:
+            return ""
+        return (
+            f"it holds the model {theirs} of {hello.model}, the {first.hello.role} worker at"
+            f" {first.address} {first.hello.model_id} of {first.hello.model}; expected the same"
+            " --model files and --dtype for all workers"
+        )
 
     def join(self, address: str, hello: Hello) -> Worker:
         used = {worker.slot for worker in self if worker.hello.role == hello.role}

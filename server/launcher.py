@@ -25,6 +25,7 @@ from rich.console import Console
 
 from engine.cluster_key import ClusterKey, ClusterKeyError
 from engine.config import WorkerConfig
+from engine.model.fingerprint import fingerprint
 from engine.process import set_title
 from engine.tracing import open_tracer
 from server import logs, model_source
@@ -79,9 +80,10 @@ def serve(config: ServeConfig, *, starts_workers: bool = True) -> int:
         console.print(f"plait {version}: {config.model_name} from {folder}", soft_wrap=True)
         console.print(str(topology or f"workers at {', '.join(config.workers)}"), soft_wrap=True)
         tokenizer = Tokenizer.from_folder(folder)
+        expected = fingerprint_of(folder)
         with contextlib.closing(listener), socket_folder() as private:
             told = worker_configs(config, topology, folder, private) if topology else []
-            launch = _Launch(config, key, told, sources, tokenizer, listener, private)
+            launch = _Launch(config, key, told, sources, tokenizer, expected, listener, private)
             return asyncio.run(launch.run())
     except (model_source.ModelSourceError, TokenizerError, WorkerFailedError, OSError) as error:
         print(f"plait serve: {error}", file=sys.stderr)
@@ -96,6 +98,15 @@ def read_key(config: ServeConfig) -> ClusterKey | None:
         return ClusterKey.read(config.cluster_key_file.expanduser())
     except ClusterKeyError as error:
         raise ConfigError(str(error)) from error
+
+
+def fingerprint_of(folder: Path) -> str:
+    """What workers have to hold; empty where the folder has no weights, as it need not here."""
+    try:
+        return fingerprint(folder)
+    except (OSError, ValueError) as error:
+        log.warning("workers are not compared with --model: %s", error)
+        return ""
 
 
 def curl_line(config: ServeConfig, url: str) -> str:
@@ -119,6 +130,7 @@ class _Launch:
         workers: list[WorkerConfig],
         sources: dict[str, Source],
         tokenizer: Tokenizer,
+        fingerprint: str,
         listener: socket.socket,
         private: Path,
     ) -> None:
@@ -127,6 +139,7 @@ class _Launch:
         self._workers = workers
         self._sources = sources
         self._tokenizer = tokenizer
+        self._fingerprint = fingerprint
         self._listener = listener
         self._private = private
         self._started_s = time.monotonic()
@@ -147,6 +160,7 @@ class _Launch:
                 max_queued_tokens=config.max_queued_tokens,
             ),
             policy=config.router_policy,
+            fingerprint=self._fingerprint,
             key=self._key,
             tracer=tracer,
         )

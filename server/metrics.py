@@ -32,6 +32,7 @@ _OWN = frozenset(
         "requests_running",
         "requests_waiting",
         "workers_ready",
+        "workers_refused",
         "fleet_kv_utilization",
         "fleet_cache_info",
         "errors",
@@ -153,6 +154,15 @@ class _FleetCollector(Collector):
         for role in get_args(Role):
             ready.add_metric([role], sum(w.hello.role == role for w in self._fleet))
         yield ready
+        refused = GaugeMetricFamily(
+            "plait_workers_refused",
+            "Workers that are there and given nothing: their model is not the fleet's",
+            labels=["role"],
+        )
+        held_off = [worker.hello.role for worker in self._fleet.refused.values()]
+        for role in get_args(Role):
+            refused.add_metric([role], held_off.count(role))
+        yield refused
         yield from self._pools()
         yield from self._merged()
 

@@ -43,6 +43,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     address: str  # of its control socket
     ranks: int
+    model: str  # a fingerprint of what it holds, and the weights' dtype: equal for all
     health: str  # ok, draining, overloaded or silent
     requests: int  # unfinished ones of this front end that it has a part in
     load: LoadStatus
@@ -57,12 +58,23 @@ class PlaceStatus(msgspec.Struct, frozen=True, kw_only=True):
     error: str  # why nothing new can be learned there; empty: it can
 
 
+class RefusedStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that is there and given nothing, since it does not go with the others."""
+
+    role: str
+    instance_id: str
+    address: str
+    model: str
+    reason: str
+
+
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     status: str  # ok, draining, or what is missing
     requests: int  # unfinished ones of this front end
     parked: int  # of those, requests that no worker can be given now
     workers: list[WorkerStatus]
     places: list[PlaceStatus]
+    refused: list[RefusedStatus]
     absent: list[str]  # control addresses where no worker has said hello, or not since it was lost
 
 
@@ -85,7 +97,21 @@ def fleet_status(client: EngineClient) -> FleetStatus:
             PlaceStatus(place=place.name, ready=place.num_ready, error=place.error)
             for place in client.places
         ],
-        absent=[address for address in client.addresses if client.fleet.at(address) is None],
+        refused=[
+            RefusedStatus(
+                role=refused.hello.role,
+                instance_id=refused.hello.instance_id,
+                address=address,
+                model=str(refused.hello.model_id),
+                reason=refused.reason,
+            )
+            for address, refused in client.fleet.refused.items()
+        ],
+        absent=[
+            address
+            for address in client.addresses
+            if client.fleet.at(address) is None and address not in client.fleet.refused
+        ],
     )
 
 
@@ -98,6 +124,7 @@ def _worker_status(client: EngineClient, worker: Worker) -> WorkerStatus:
         host=hello.host,
         address=worker.address,
         ranks=hello.cp_size,
+        model=str(hello.model_id),
         health=_health(client, worker),
         requests=worker.num_live,
         load=LoadStatus(

@@ -99,6 +99,12 @@ def _show(console: Console, status: FleetStatus) -> None:
     for place in status.places:
         if place.error:
             console.print(f"{place.place}: {place.error}", soft_wrap=True, markup=False)
+    for refused in status.refused:
+        console.print(
+            f"refused: {refused.role} at {refused.address}: {refused.reason}",
+            soft_wrap=True,
+            markup=False,
+        )
     for address in status.absent:
         console.print(f"no worker at {address}")
 

@@ -15,6 +15,7 @@ from engine.handoff.room import Incoming, Reservation
 from engine.messages import CloseRoom, Prefill, RoomClosed
 from engine.req import Req
 from engine.scheduler.requests import Requests
+from engine.types import ModelId
 from kvcache.prefix_cache import PrefixCache
 from kvcache.transfer.record import PoolRecord
 
@@ -30,6 +31,7 @@ class Destination:
 
     session: str  # "host:port" of its transfer engine
     pool: PoolRecord
+    model_id: ModelId
 
 
 @dataclass(slots=True)
@@ -99,6 +101,7 @@ class DecodeSide:
         reservation = Reservation(
             session=self._destination.session,
             pool=self._destination.pool,
+            model_id=self._destination.model_id,
             first_position=first,
             dst_pages=req.pages[first:num_pages],
         )

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.types import ModelId
 from kvcache.transfer.record import PoolRecord
 
 
@@ -22,6 +23,7 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
 
     session: str  # of the decode worker's transfer engine, "host:port"
     pool: PoolRecord
+    model_id: ModelId  # what the decode worker goes on with
     first_position: int
     dst_pages: list[int]
 

@@ -43,6 +43,7 @@ _REASONS = (
     "duplicate_room",
     "unknown_room",
     "geometry",
+    "model",
     "reservation",
     "unknown_frontend",
 )

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError, safe_open
 
+from engine.model.fingerprint import INDEX, SINGLE
+
 logger = logging.getLogger(__name__)
 
-_INDEX: Final = "model.safetensors.index.json"
-_SINGLE: Final = "model.safetensors"
 _FP8: Final = "F8_E4M3"
 _SCALE: Final = "_scale_inv"
 _LAYER: Final = re.compile(r"\.layers\.(\d+)\.")
@@ -189,7 +189,7 @@ class Checkpoint:
 
     def _read_names(self) -> dict[str, Path]:
         """Which file holds each tensor."""
-        index, single = self.folder / _INDEX, self.folder / _SINGLE
+        index, single = self.folder / INDEX, self.folder / SINGLE
         if index.is_file():
             weight_map = _read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
@@ -205,7 +205,7 @@ class Checkpoint:
             return {name: self.folder / file for name, file in weight_map.items()}
         if not single.is_file():
             raise WeightError(
-                f"no weights in {self.folder}: expected {_SINGLE}, or {_INDEX} and its shards"
+                f"no weights in {self.folder}: expected {SINGLE}, or {INDEX} and its shards"
             )
         try:
             with safe_open(single, framework="pt", device="cpu") as handle:

@@ -19,6 +19,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from engine.model.fingerprint import fingerprint
 from tests.served import LINE_TIMEOUT_S, PLAIT, READY, Running, serving
 from tests.tiny import save_llama
 
@@ -167,6 +168,23 @@ def test_a_process_whose_parent_holds_signals_back_ends_when_it_is_asked(tiny_mo
         front_end.wait_for(re.compile("workers at"))
         front_end.send(signal.SIGTERM)
         assert front_end.wait() in (0, 128 + signal.SIGTERM)  # the latter: it was starting
+
+
+def test_a_worker_of_another_model_is_refused_by_the_front_end(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    other = save_llama(tmp_path / "other", vocab_size=260, seed=1)
+    address = f"ipc://{tmp_path}/w"
+    argv = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "1024"]
+    worker = Running("decode", "--model", str(other), "--listen", address, *argv)
+    argv = ["--model", str(tiny_model), "--port", "0", "--workers", address]
+    front_end = Running("frontend", *argv)
+    with contextlib.closing(worker), contextlib.closing(front_end):
+        line = front_end.wait_for(re.compile(r"decode worker at \S+ is refused: .*"))[0]
+        assert fingerprint(other) in line and fingerprint(tiny_model) in line
+        for running in (front_end, worker):
+            running.send(signal.SIGTERM)
+            assert running.wait() == 0
 
 
 def test_what_is_not_done_at_the_end_of_the_drain_gets_an_error_chunk(tiny_model: Path) -> None:

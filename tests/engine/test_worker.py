@@ -89,6 +89,7 @@ def test_a_finished_hand_off_does_not_wait_for_the_step_that_runs(
                 reservation=Reservation(
                     session=twin.destination.session,
                     pool=twin.destination.pool,
+                    model_id=twin.destination.model_id,
                     first_position=0,
                     dst_pages=[page],
                 ),

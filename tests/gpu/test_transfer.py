@@ -9,6 +9,7 @@ import torch
 
 from engine.handoff.pusher import Pusher
 from engine.handoff.room import Reservation, RoomReport
+from engine.types import ModelId
 from kvcache.pool import KVPool
 from kvcache.transfer.digest import page_digest
 from kvcache.transfer.mooncake import MooncakeEngine
@@ -35,7 +36,11 @@ def test_what_the_device_has_still_to_write_is_waited_for(geometry: str) -> None
     pusher = Pusher(ours, engines[0], 0, reports.put)
     pages = list(range(1, NUM_PAGES + 1))
     reservation = Reservation(
-        session=engines[1].session, pool=theirs.record(), first_position=0, dst_pages=pages[::-1]
+        session=engines[1].session,
+        pool=theirs.record(),
+        model_id=ModelId(fingerprint="", dtype=""),
+        first_position=0,
+        dst_pages=pages[::-1],
     )
     pusher.open("room", reservation)
     matrix = torch.rand(4096, 4096, device="cuda")

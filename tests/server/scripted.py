@@ -143,7 +143,8 @@ class Server:
         return worker
 
     def knows(self, worker: ScriptedWorker) -> bool:
-        known = self.client.fleet.at(worker.address)
+        fleet = self.client.fleet
+        known = fleet.at(worker.address) or fleet.refused.get(worker.address)
         return known is not None and known.hello == worker.hello
 
     def until(self, holds: Callable[[], bool]) -> None:
@@ -166,11 +167,15 @@ class Server:
 
 @contextlib.contextmanager
 def serving(
-    limits: Limits | None = None, *, tracer: Tracer = NO_TRACER, **options: Any
+    limits: Limits | None = None,
+    *,
+    tracer: Tracer = NO_TRACER,
+    fingerprint: str = "",
+    **options: Any,
 ) -> Iterator[Server]:
     """A front end without workers; `options` are ServeConfig's."""
     tokenizer = make_tokenizer()
-    client = EngineClient(tokenizer.token_bytes, limits, tracer=tracer)
+    client = EngineClient(tokenizer.token_bytes, limits, tracer=tracer, fingerprint=fingerprint)
     config = ServeConfig(served_model_name=MODEL_NAME, **options)
     app = create_app(config, client, tokenizer)
     listener = socket.create_server(("127.0.0.1", 0))

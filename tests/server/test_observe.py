@@ -16,6 +16,7 @@ from server.fleet import Fleet
 from server.metrics import Metrics
 from tests.documented import DOCS, documented
 from tests.engine.handoff.pair import Pair
+from tests.server.worker import MODEL_ID
 from tests.tiny import save_dsa
 
 
@@ -44,6 +45,7 @@ def test_the_docs_name_every_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             context_length=1024,
             page_size=64,
             total_pages=16,
+            model_id=MODEL_ID,
             cp_size=1,
         ),
     )

@@ -55,6 +55,7 @@ def test_every_worker_is_shown_with_load_and_pages(
         "host": "here",
         "address": known.address,
         "ranks": 2,
+        "model": "0123456789abcdef in float32",
         "health": "ok",
         "requests": 0,
         "load": {"running": 0, "waiting": 2, "waiting_tokens": 300, "rooms": 3},
@@ -65,7 +66,7 @@ def test_every_worker_is_shown_with_load_and_pages(
         "device": {"used": 17, "cached": 100, "free": 900, "fenced": 7, "total": 1024}
     }
     assert (status["status"], status["requests"], status["parked"]) == ("ok", 0, 0)
-    assert status["absent"] == []
+    assert status["absent"] == status["refused"] == []
 
 
 def test_a_host_tier_is_shown_beside_the_device() -> None:

@@ -34,7 +34,7 @@ from engine.messages import (
     Submit,
     ToDialer,
 )
-from engine.types import Load, MetricFamily, Role, TokenOut
+from engine.types import Load, MetricFamily, ModelId, Role, TokenOut
 from kvcache.transfer.record import PoolRecord
 
 Script = Callable[[Submit], Iterator[TokenOut | None]]  # None: nothing to say yet
@@ -42,9 +42,11 @@ Script = Callable[[Submit], Iterator[TokenOut | None]]  # None: nothing to say y
 PAGE_SIZE = 64
 BEAT_S = 0.5
 _PIDS = itertools.count(1_000_000)
+MODEL_ID = ModelId(fingerprint="0123456789abcdef", dtype="float32")
 _NO_PAGES = Reservation(
     session="127.0.0.1:1",
     pool=PoolRecord(page_size=PAGE_SIZE, dtype="float32", num_row_pages=1, buffers=()),
+    model_id=MODEL_ID,
     first_position=0,
     dst_pages=[],
 )
@@ -73,6 +75,7 @@ class ScriptedWorker:
         *,
         role: Role = "colocated",
         context_length: int = 2048,
+        model_id: ModelId = MODEL_ID,
         key: ClusterKey | None = None,
     ) -> None:
         self.script = script
@@ -94,6 +97,7 @@ class ScriptedWorker:
             context_length=context_length,
             page_size=PAGE_SIZE,
             total_pages=1024,
+            model_id=model_id,
             cp_size=2 if role == "prefill" else 1,
         )
         self._identities: dict[tuple[PeerKind, str], str] = {}  # of who has registered, by name

@@ -77,6 +77,7 @@ class Node:
             context_length=capacity.context_length,
             page_size=capacity.page_size,
             total_pages=capacity.logical_pages,
+            model_id=self.engine.model_id,
         )
         self.metrics = WorkerMetrics(config.role)
         stopwatch = Stopwatch(self.metrics.observe_stage, pair.tracers.get(config.role, NO_TRACER))

@@ -15,6 +15,7 @@ from engine.channel import Disconnected
 from engine.handoff.decode_side import GONE_LOOKS, LEASE_LOOKS
 from engine.messages import Abort, Handoff, Hello, Prefill, RoomClosed
 from engine.peers import LOOK_S
+from engine.types import ModelId
 from kvcache.transfer.base import LATE_BYTES_S
 from kvcache.transfer.digest import page_digest
 from kvcache.transfer.loopback import LoopbackEngine, LoopbackNetwork
@@ -25,7 +26,7 @@ from tests.tiny import save_dsa, save_llama, save_mla
 PAGE = 64
 HELLO = Hello(
     instance_id="", role="prefill", pid=1, host="", model="", vocab_size=199, context_length=1024,
-    page_size=PAGE, total_pages=16,
+    page_size=PAGE, total_pages=16, model_id=ModelId(fingerprint="", dtype=""),
 )  # fmt: skip
 SAVES = {"dsa": save_dsa, "mla": save_mla, "gqa": save_llama}
 LENGTHS = (1, 2, 63, 64, 65, 130, 300)
@@ -329,15 +330,22 @@ def test_another_process_at_the_address_shortens_the_lease(pair: Pair) -> None:
     stall.release()
 
 
-@pytest.mark.parametrize("fault", ["geometry", "page", "too few", "frontend"])
+@pytest.mark.parametrize("fault", ["geometry", "weights", "dtype", "page", "too few", "frontend"])
 def test_a_reservation_that_does_not_fit_is_refused(pair: Pair, fault: str) -> None:
     pair.submit("r", prompt(100), temperature=0.0)
     pair.decode.turn()
     asked = pair.to_prefill.popleft()
     wanted = asked.reservation
+    model_id = pair.prefill.engine.model_id
     wrong = {
         "geometry": replace(
             asked, reservation=replace(wanted, pool=replace(wanted.pool, dtype="x"))
+        ),
+        "weights": replace(
+            asked, reservation=replace(wanted, model_id=replace(model_id, fingerprint="0f"))
+        ),
+        "dtype": replace(
+            asked, reservation=replace(wanted, model_id=replace(model_id, dtype="bfloat16"))
         ),
         "page": replace(asked, reservation=replace(wanted, dst_pages=[1, 10_000])),
         "too few": replace(asked, reservation=replace(wanted, dst_pages=[1])),
@@ -348,6 +356,8 @@ def test_a_reservation_that_does_not_fit_is_refused(pair: Pair, fault: str) -> N
     (back,) = pair.hand_backs
     said = {
         "geometry": "dtype x",
+        "weights": f"here {model_id.fingerprint} in float32, there 0f in float32",
+        "dtype": f"there {model_id.fingerprint} in bfloat16",
         "page": "page 10000 is outside the pool",
         "too few": "pages 0 to 1 of 2",
         "frontend": "not connected",

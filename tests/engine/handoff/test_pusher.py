@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.handoff.pusher import Pusher
 from engine.handoff.room import Reservation, RoomReport
+from engine.types import ModelId
 from kvcache.transfer.base import TransferEngine
 from kvcache.transfer.loopback import LoopbackEngine, LoopbackNetwork
 from kvcache.transfer.mooncake import MooncakeEngine
@@ -37,6 +38,7 @@ class Decode:
         return Reservation(
             session=self.engine.session,
             pool=self.pool.record(),
+            model_id=ModelId(fingerprint="", dtype=""),
             first_position=first_position,
             dst_pages=dst_pages,
         )

@@ -1,0 +1,106 @@
+"""Workers that hold another model than the fleet's: given nothing, and shown for what they are."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import msgspec
+import pytest
+
+from engine.types import ModelId
+from server.__main__ import main
+from tests.server.scripted import Server, reply, serving
+from tests.server.stream import SPOKEN, TEXT, Stream, stalling
+from tests.server.test_metrics import scrape
+from tests.server.worker import MODEL_ID, ScriptedWorker
+
+OTHER = msgspec.structs.replace(MODEL_ID, fingerprint="fedcba9876543210")
+HALF = msgspec.structs.replace(MODEL_ID, dtype="bfloat16")
+
+
+def refused(server: Server) -> list[str]:
+    """Their addresses."""
+    return list(server.client.fleet.refused)
+
+
+def served(server: Server) -> list[str]:
+    return [worker.address for worker in server.client.fleet]
+
+
+@pytest.mark.parametrize("other", [OTHER, HALF], ids=["weights", "dtype"])
+def test_a_worker_with_another_model_than_the_first_gets_nothing(
+    other: ModelId, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving() as server:
+        first = server.add_worker(reply(SPOKEN))
+        with caplog.at_level(logging.ERROR):
+            second = server.add_worker(reply(SPOKEN), model_id=other)
+        assert (served(server), refused(server)) == ([first.address], [second.address])
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert all(part in line for part in (second.address, str(other), first.address))
+        assert str(MODEL_ID) in line and "expected the same --model files and --dtype" in line
+
+        for _ in range(4):
+            assert Stream(server).answer() == (TEXT, ["stop"])
+        assert (first.submits.qsize(), second.submits.qsize()) == (4, 0)
+
+        assert main(["status", "--json", "--url", server.base_url]) == 0
+        status = json.loads(capsys.readouterr().out)
+        (told,) = status["refused"]
+        assert (told["address"], told["model"]) == (second.address, str(other))
+        assert told["instance_id"] == second.instance_id
+        assert status["absent"] == []
+        assert main(["status", "--url", server.base_url]) == 0
+        assert f"refused: colocated at {second.address}: " in capsys.readouterr().out
+        assert scrape(server)["plait_workers_refused", (("role", "colocated"),)] == 1
+
+        second.leave()
+        server.until(lambda: not refused(server))
+        assert scrape(server)["plait_workers_refused", (("role", "colocated"),)] == 0
+
+
+def test_a_prefill_group_and_a_decode_worker_of_two_models_are_no_pair() -> None:
+    with serving() as server:
+        server.add_worker(reply(SPOKEN), role="prefill")
+        server.add_worker(reply(SPOKEN), role="decode", model_id=OTHER)
+        assert server.http.get("/ready").status_code == 503
+        server.add_worker(reply(SPOKEN), role="decode")
+        assert server.http.get("/ready").status_code == 200
+
+
+def test_the_front_ends_own_folder_says_what_workers_hold(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with serving(fingerprint=MODEL_ID.fingerprint) as server:
+        wrong = server.add_worker(reply(SPOKEN), model_id=OTHER)
+        assert f"--model of this front end is {MODEL_ID.fingerprint}" in caplog.text
+        right = server.add_worker(reply(SPOKEN), model_id=HALF)  # it knows of no dtype
+        assert (served(server), refused(server)) == ([right.address], [wrong.address])
+
+
+def test_where_no_worker_is_left_another_model_takes_over_but_no_answer_that_was_begun() -> None:
+    with serving() as server:
+        script, reached = stalling(3)
+        first = server.add_worker(script)
+        begun = Stream(server)
+        assert reached.wait(60)
+        second: ScriptedWorker = server.add_worker(reply(SPOKEN), model_id=OTHER)
+        third = server.add_worker(reply(SPOKEN), model_id=HALF)
+        first.vanish()
+        server.client.worker_exited(first.pid)
+        error = begun.values()[-1]["error"]
+        assert error["message"] == f"the model was replaced: {MODEL_ID} by {OTHER}"
+        assert Stream(server).answer() == (TEXT, ["stop"])
+        assert (served(server), refused(server)) == ([second.address], [third.address])
+
+
+def test_a_worker_that_comes_back_with_another_model_is_refused() -> None:
+    with serving() as server:
+        workers = [server.add_worker(reply(SPOKEN)) for _ in range(2)]
+        address = workers[1].address
+        workers[1].vanish()
+        server.add_worker(reply(SPOKEN), address=address, model_id=OTHER)
+        assert (served(server), refused(server)) == ([workers[0].address], [address])
+        workers[0].leave()
+        server.until(lambda: served(server) == [address])
