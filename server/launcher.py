@@ -86,7 +86,7 @@ def serve(config: ServeConfig, *, starts_workers: bool = True) -> int:
             launch = _Launch(config, key, told, sources, tokenizer, expected, listener, private)
             return asyncio.run(launch.run())
     except (model_source.ModelSourceError, TokenizerError, WorkerFailedError, OSError) as error:
-        print(f"plait serve: {error}", file=sys.stderr)
+        print(f"plait {'serve' if starts_workers else 'frontend'}: {error}", file=sys.stderr)
         return 1
 
 

@@ -95,10 +95,22 @@ def test_a_worker_without_its_probes_does_not_start(tiny_model: Path, tmp_path: 
     assert "Traceback" not in done.stderr
 
 
-def test_a_model_that_is_nowhere_is_a_message_and_code_1() -> None:
-    done = run("serve", "--port", "0", "--model", "nowhere")
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["serve", "--port", "0", "--model", "nowhere"],
+        ["frontend", "--port", "0", "--workers", "tcp://127.0.0.1:9", "--model", "nowhere"],
+        ["prefill", "--model", "nowhere"],
+        ["decode", "--model", "nowhere"],
+        ["prefill-check", "--model", "nowhere"],
+        ["pull", "nowhere"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_a_model_that_is_nowhere_is_a_message_of_the_verb_and_code_1(argv: list[str]) -> None:
+    done = run(*argv)
     assert done.returncode == 1
-    assert "plait serve: --model nowhere: no such folder" in done.stderr
+    assert f"plait {argv[0]}: --model nowhere: no such folder" in done.stderr
     assert "Traceback" not in done.stderr
 
 
