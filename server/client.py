@@ -15,7 +15,7 @@ from typing import Literal
 
 from engine.channel import Channel, Disconnected
 from engine.cluster_key import ClusterKey
-from engine.messages import Abort, Drain, Goodbye, HandBack, Heartbeat, Hello, Route, Submit
+from engine.messages import Abort, Goodbye, HandBack, Heartbeat, Hello, Route, Submit
 from engine.peers import LOOK_S
 from engine.tracing import NO_TRACER, Tracer
 from engine.types import ModelId
@@ -229,11 +229,6 @@ class EngineClient:
     async def drained(self) -> None:
         """Returns when nothing is unfinished."""
         await self._idle.wait()
-
-    def drain_workers(self) -> None:
-        """Tell every worker to exit when it is done."""
-        for worker in self.fleet:
-            self._channel.post(worker.address, Drain())
 
     def abort_all(self, message: str) -> None:
         """End every unfinished request with an error that says `message`."""

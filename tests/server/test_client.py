@@ -163,8 +163,6 @@ def test_draining_waits_for_what_runs() -> None:
         gate.set()
         assert stream.answer() == (TEXT, ["stop"])
         server.until(lambda: server.client.num_unfinished == 0)
-        server.call(server.client.drain_workers)
-        server.until(lambda: len(server.client.fleet) == 0)
 
 
 def test_an_abort_the_client_did_not_ask_for_is_an_error() -> None:

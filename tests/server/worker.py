@@ -20,7 +20,6 @@ from engine.cluster_key import ClusterKey
 from engine.handoff.room import Reservation
 from engine.messages import (
     Abort,
-    Drain,
     Goodbye,
     HandBack,
     Handoff,
@@ -200,9 +199,6 @@ class ScriptedWorker:
             case Abort():
                 self.aborts.put(message)
                 self._abort(message)
-            case Drain():
-                self._says_goodbye = True
-                self._ending.set()
             case _:
                 pass
 
