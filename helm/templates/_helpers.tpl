@@ -126,7 +126,11 @@ app.kubernetes.io/part-of: plait
 {{- range $role := list "frontend" "prefill" "decode" }}
 {{- range (index $v $role).env }}
 {{- if hasPrefix "PLAIT_" .name }}
-{{- fail (printf "%s.env: %s is an option of plait; expected %s among %s.options, or none where the chart sets it itself" $role .name (.name | trimPrefix "PLAIT_" | lower) $role) }}
+{{- $option := .name | trimPrefix "PLAIT_" | lower }}
+{{- if has $option (list "home" "config" "pull_source") }}
+{{- fail (printf "%s.env: %s is no option: the chart itself says where models and options are; expected options by name among %s.options, models by model.source" $role .name $role) }}
+{{- end }}
+{{- fail (printf "%s.env: %s: variables that begin with PLAIT_ are the chart's to set; expected %s among %s.options, if `plait %s --help` has --%s and the chart does not set it itself" $role .name $option $role $role (replace "_" "-" $option)) }}
 {{- end }}
 {{- end }}
 {{- $options := (index $v $role).options }}

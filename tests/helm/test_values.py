@@ -110,7 +110,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"frontend": {"autoscaling": {"kind": "vpa"}}}, "kind': value must be one of 'none', 'hpa'"),
     (
         {"frontend": {"env": [{"name": "PLAIT_MAX_N", "value": "4"}]}},
-        "frontend.env: PLAIT_MAX_N is an option of plait; expected max_n among frontend.options",
+        "frontend.env: PLAIT_MAX_N: .* expected max_n among frontend.options, if `plait frontend"
+        " --help` has --max-n and",
+    ),
+    (
+        {"decode": {"env": [{"name": "PLAIT_HOME", "value": "/models"}]}},
+        "decode.env: PLAIT_HOME is no option: the chart itself .* models by model.source",
+    ),
+    (
+        {"decode": {"env": [{"name": "PLAIT_CONFIG", "value": "/etc/plait.yaml"}]}},
+        "decode.env: PLAIT_CONFIG is no option: .* options by name among decode.options",
     ),
     ({"frontend": {"env": [{"name": "1X"}]}}, "at '/frontend/env/0/name': '1X' does not match"),
     ({"frontend": {"resources": {"limit": {}}}}, "additional properties 'limit' not allowed"),

@@ -65,6 +65,38 @@ def test_variables_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert config.parse([]).port == 8000
 
 
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("PLAIT_HOM", "PLAIT_HOME"),  # plait's, and no option
+        ("PLAIT_PROT", "PLAIT_PORT"),
+        ("PLAIT_API_KEYS", "PLAIT_API_KEY"),
+        ("plait_max_total_token", "PLAIT_MAX_TOTAL_TOKENS"),
+    ],
+)
+def test_a_misspelt_variable_is_named_with_what_was_meant_and_without_its_value(
+    variable: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, "hunter2")
+    assert config.misspelt_variables() == [f"{variable}: means nothing here; did you mean {meant}?"]
+    assert main(["frontend"]) == 2  # for another reason
+    error = capsys.readouterr().err
+    assert f"plait frontend: {variable}: means nothing here; did you mean {meant}?" in error
+    assert "hunter2" not in error
+
+
+def test_variables_that_are_right_or_somebody_elses_are_not_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = [*config.OTHER_VARIABLES, *config.ServeConfig.model_fields]
+    # What Kubernetes sets in pods beside a service that is named plait, or plait-decode.
+    services = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_8000_TCP"]
+    services += ["PORT_8000_TCP_ADDR", "PORT_8000_TCP_PORT", "PORT_8000_TCP_PROTO"]
+    for name in (*ours, *services, *(f"DECODE_{name}" for name in services)):
+        monkeypatch.setenv(f"PLAIT_{name.upper()}", "1")
+    assert config.misspelt_variables() == []
+
+
 def test_null_in_a_file_means_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "plait.yaml", "port: null\npage_size:\n")
     assert config.parse(["--config", path]) == config.parse([])
