@@ -9,7 +9,7 @@ from kvcache.host_plan import WritePolicy
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Passed as one JSON argument to `python -m engine.worker`."""
+    """Passed as one JSON argument to `python -m engine`."""
 
     model: str  # a local folder: config.json, tokenizer, safetensors
     listen_address: str  # ZeroMQ endpoint that the worker binds

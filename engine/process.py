@@ -1,4 +1,4 @@
-"""A process's own standing in the system: its title, and its end with its parent's."""
+"""A process's own standing in the system: its title, its end when asked or with its parent's."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ def unblock_signals() -> None:
     """Have SIGTERM and SIGINT reach this process, also where its parent held them back: a mask is
     inherited, and with it nothing short of SIGKILL would end this one."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
+
+
+def end_when_asked(code: int = 128 + signal.SIGTERM) -> None:
+    """Have SIGTERM end this process at once with `code`, whatever its parent did with the signal:
+    to a container's first process it means nothing otherwise. For as long as it only imports;
+    later there is more to an end."""
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(code))
+    unblock_signals()
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A worker process: `python -m engine.worker CONFIG_JSON`.
+"""A worker, and `main` of its process.
 
 Owns the loop receive -> plan -> execute -> update -> send, and nothing else: the scheduler decides,
 the ranks compute, the channel carries. A request's failure ends that request; a broken invariant
@@ -293,7 +293,3 @@ def _end_where_it_loads() -> threading.Event:
     signal.signal(signal.SIGTERM, end)
     unblock_signals()
     return is_to_end
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -31,6 +31,7 @@ IMPORTED = (
     "server.launcher",
     "server.roles",
     "server.status_command",
+    "server.verbs",
     "uvicorn.protocols.http.h11_impl",
 )
 

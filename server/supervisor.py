@@ -59,7 +59,7 @@ class Workers(Protocol):
 
 
 def worker_command(config: WorkerConfig) -> list[str]:
-    return [sys.executable, "-m", "engine.worker", msgspec.json.encode(config).decode()]
+    return [sys.executable, "-m", "engine", msgspec.json.encode(config).decode()]
 
 
 class Supervisor:

@@ -182,6 +182,38 @@ def test_a_process_whose_parent_holds_signals_back_ends_when_it_is_asked(tiny_mo
         assert front_end.wait() in (0, 128 + signal.SIGTERM)  # the latter: it was starting
 
 
+@pytest.mark.parametrize(
+    ("verb", "module"),
+    [
+        ("serve", "pydantic"),  # for the options
+        ("serve", "uvicorn"),
+        ("frontend", "uvicorn"),
+        ("prefill", "uvicorn"),
+        ("prefill", "torch"),  # by the worker that the command has become
+        ("decode", "torch"),
+    ],
+)
+def test_a_process_that_still_imports_ends_when_it_is_asked(
+    verb: str, module: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that inherits SIGTERM ignored, as to the kernel a container's first process is."""
+    stops = 'import signal\nprint("stopped here", flush=True)\nwhile True:\n    signal.pause()\n'
+    (tmp_path / f"{module}.py").write_text(stops)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    argv = ["--model", str(tiny_model), "--device", "cpu"]
+    if verb == "frontend":
+        argv = ["--model", str(tiny_model), "--workers", "tcp://127.0.0.1:9"]
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        running = Running(verb, *argv)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with contextlib.closing(running):
+        running.wait_for(re.compile("stopped here"))
+        running.send(signal.SIGTERM)
+        assert running.wait() == (0 if module == "torch" else 128 + signal.SIGTERM)
+
+
 def test_a_worker_of_another_model_is_refused_by_the_front_end(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -178,6 +178,6 @@ def loading(tiny_dsa: Path) -> Iterator[Running]:
 def test_a_worker_that_is_ended_while_it_loads_ends_with_code_0(loading: Running) -> None:
     """Also from the moment on in which `plait decode` becomes the worker."""
     process = psutil.Process(loading.process.pid)
-    loading.until(lambda: "engine.worker" in process.cmdline())
+    loading.until(lambda: "engine" in process.cmdline())
     loading.send(signal.SIGTERM)
     assert loading.wait() == 0

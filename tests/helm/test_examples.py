@@ -11,8 +11,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from server.__main__ import _parser
 from server.config import ENV_PREFIX, GROUPS, NOT_FOR, ServeConfig, load
+from server.verbs import _parser
 from tests.helm.chart import CHART, EXAMPLES, Manifest, Rendered, render, render_example, run
 
 # Kinds of other projects: their schemas are theirs.

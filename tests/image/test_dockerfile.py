@@ -7,8 +7,8 @@ import re
 import pytest
 
 from kvcache.transfer import system
-from server.__main__ import _parser
 from server.config import ServeConfig
+from server.verbs import _parser
 from tests.image import dockerfile
 from tests.image.dockerfile import ROOT
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server import config
-from server.__main__ import main
 from server.config import ConfigError, ServeConfig
+from server.verbs import main
 
 
 @pytest.fixture(autouse=True)

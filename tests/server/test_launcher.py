@@ -211,7 +211,7 @@ async def test_stopping_between_two_lives_does_not_wait_for_the_next() -> None:
 
 def test_a_worker_gets_its_options_as_one_json_argument() -> None:
     command = worker_command(CONFIG)
-    assert command[1:3] == ["-m", "engine.worker"]
+    assert command[1:3] == ["-m", "engine"]
     assert json.loads(command[3])["model"] == "/none"
 
 

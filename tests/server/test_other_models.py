@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from engine.types import ModelId
-from server.__main__ import main
+from server.verbs import main
 from tests.server.scripted import Server, reply, serving
 from tests.server.stream import SPOKEN, TEXT, Stream, stalling
 from tests.server.test_metrics import scrape

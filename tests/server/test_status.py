@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from engine.types import Load
-from server.__main__ import main
 from server.status import TierStatus, fleet_status
+from server.verbs import main
 from tests.server.scripted import Server, reply, serving
 from tests.server.stream import Stream, stalling
 

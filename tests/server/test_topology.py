@@ -13,9 +13,9 @@ import pytest
 from engine.cluster_key import ClusterKey
 from engine.config import WorkerConfig
 from server import config, roles, topology
-from server.__main__ import main
 from server.config import ConfigError, ServeConfig
 from server.topology import Topology, hash_salt, plan_topology, worker_configs
+from server.verbs import main
 
 
 @pytest.fixture(autouse=True)
@@ -270,7 +270,7 @@ def become(monkeypatch: pytest.MonkeyPatch, folder: Path, *argv: str) -> WorkerC
     # Held back for the worker only: here it would be so in every process that a later test starts.
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     [[python, _, module, text]] = commands
-    assert (python, module) == (sys.executable, "engine.worker")
+    assert (python, module) == (sys.executable, "engine")
     return msgspec.json.decode(text, type=WorkerConfig)
 
 

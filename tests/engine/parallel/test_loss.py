@@ -42,7 +42,7 @@ class Group:
             max_total_tokens=64 * 64,
             chunked_prefill_size=16,
         )
-        command = [sys.executable, "-m", "engine.worker", msgspec.json.encode(config).decode()]
+        command = [sys.executable, "-m", "engine", msgspec.json.encode(config).decode()]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         is_ready = False
         while not is_ready:
