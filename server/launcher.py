@@ -26,6 +26,7 @@ from rich.console import Console
 from engine.cluster_key import ClusterKey, ClusterKeyError
 from engine.config import WorkerConfig
 from engine.model.fingerprint import fingerprint
+from engine.private_folder import PrivateFolder
 from engine.process import set_title
 from engine.tracing import open_tracer
 from server import logs, model_source
@@ -255,8 +256,8 @@ def socket_folder() -> Iterator[Path]:
     base = tempfile.gettempdir()
     if len(os.fsencode(base)) > MAX_IPC_PATH_BYTES - len("/plait-xxxxxxxx/workers"):
         base = "/tmp"
-    folder = Path(tempfile.mkdtemp(prefix="plait-", dir=base))
+    folder = PrivateFolder(base)
     try:
-        yield folder
+        yield folder.path
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from engine.messages import (
 )
 from engine.pipe import Pipe, plans_pipe, reports_pipe
 from engine.plan import StepPlan
+from engine.private_folder import PrivateFolder
 from engine.process import BAD_OPTIONS
 
 log = logging.getLogger("plait.group")
@@ -69,7 +69,8 @@ class Group:
         self._is_ready: set[int] = set()
         self._plans: list[Pipe[ToRank]] = []
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._folder = _private_folder(config) if self.size > 1 else None
+        self._private = _private_folder(config) if self.size > 1 else None
+        self._folder = self._private.path if self._private is not None else None
         try:
             self._start(config)
         except BaseException:
@@ -141,8 +142,8 @@ class Group:
         self._remove_folder()
 
     def _remove_folder(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._private is not None:
+            self._private.remove()
 
     def fail_step(self, plan: StepPlan, error: Exception) -> NoReturn:
         """The leader's own part of a step failed. Where that was because another rank is gone, the
@@ -219,7 +220,7 @@ class Group:
                 pass
 
 
-def _private_folder(config: WorkerConfig) -> Path:
+def _private_folder(config: WorkerConfig) -> PrivateFolder:
     """A folder for the group's sockets that only this user can enter: beside the worker's own
     where that is a file, so that it goes with it. Socket paths are limited to some 100 bytes."""
     base = Path(tempfile.gettempdir())
@@ -227,7 +228,7 @@ def _private_folder(config: WorkerConfig) -> Path:
         base = Path(config.listen_address.removeprefix("ipc://")).parent
     if len(os.fsencode(base)) > _MAX_BASE_BYTES:
         base = Path("/tmp")
-    return Path(tempfile.mkdtemp(prefix="plait-group-", dir=base))
+    return PrivateFolder(base, "group-")
 
 
 def _spawn(config: RankConfig) -> subprocess.Popen[bytes]:

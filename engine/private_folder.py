@@ -1,0 +1,67 @@
+"""Folders for unix sockets that only this user can enter. Their owner removes them; where it was
+killed, whoever makes the next one in that place does. Knows no socket."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+_PREFIX = "plait-"
+# Locked by the owner for as long as it lives. A folder without this file is none of ours.
+_LOCK = "plait.lock"
+
+
+class PrivateFolder:
+    """Lies in `base` from its making until `remove`, or until nobody owns it."""
+
+    def __init__(self, base: Path | str, kind: str = "") -> None:
+        """`kind`: the begin of its name, after the product's. Raises OSError."""
+        base = Path(base)
+        _sweep(base)
+        # It gets its name when it is locked: before that nobody takes it for one left behind.
+        made = Path(tempfile.mkdtemp(prefix=f".new-{_PREFIX}", dir=base))
+        try:
+            # A number, not a file object: it stays locked should nobody refer to this any more.
+            self._lock: int | None = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self.path = base / f"{_PREFIX}{kind}{made.name.rpartition('-')[2]}"
+            made.rename(self.path)
+        except BaseException:
+            shutil.rmtree(made, ignore_errors=True)
+            raise
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _sweep(base: Path) -> None:
+    """Remove what owners that are gone have left."""
+    for folder in base.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # somebody else was faster, or it is not what it seems
+            if _is_ours(folder.lstat(), stat.S_ISDIR):
+                _remove_if_left(folder)
+
+
+def _remove_if_left(folder: Path) -> None:
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if _is_ours(os.fstat(lock), stat.S_ISREG):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
+            # Another may have removed it between the two calls, and its name be taken again.
+            if os.path.samestat(os.fstat(lock), (folder / _LOCK).lstat()):
+                shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _is_ours(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    return is_kind(found.st_mode) and found.st_uid == os.geteuid()
