@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from scripts.healthcheck import address_of, command_of
 from tests.image.dockerfile import ROOT
 
 
@@ -36,25 +37,74 @@ def listener(status: int) -> Iterator[int]:
         thread.join()
 
 
-def healthcheck(**variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-I", str(ROOT / "scripts/healthcheck.py")]
-    return subprocess.run(command, env=variables, text=True, capture_output=True, check=False)
+INIT = ["/usr/bin/tini", "--", "/opt/plait/bin/plait"]
 
 
-def test_healthy_while_live_answers_200():
+@pytest.fixture
+def healthcheck(tmp_path):
+    """The check in a container whose command and variables these are."""
+
+    def check(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        first = tmp_path / "cmdline"
+        first.write_text("".join(f"{word}\0" for word in [*INIT, *command.split()]))
+        script = [sys.executable, "-I", str(ROOT / "scripts/healthcheck.py"), str(first)]
+        return subprocess.run(script, env=variables, text=True, capture_output=True, check=False)
+
+    return check
+
+
+def test_healthy_while_live_answers_200(healthcheck):
     with listener(200) as port:
-        assert healthcheck(PLAIT_PORT=str(port)).returncode == 0
-        found = healthcheck(PLAIT_PORT="1", PLAIT_HEALTH_ADDRESS=f"127.0.0.1:{port}")
+        assert healthcheck("serve", PLAIT_PORT=str(port)).returncode == 0
+        found = healthcheck(f"decode --health-address=0.0.0.0:{port} --model m", PLAIT_PORT="1")
         assert found.returncode == 0, found.stderr
-        assert healthcheck(PLAIT_HEALTH_ADDRESS=f"0.0.0.0:{port}").returncode == 0
 
 
-def test_unhealthy_otherwise_and_it_says_why():
+def test_unhealthy_otherwise_and_it_says_why(healthcheck):
     with listener(503) as port:
-        assert healthcheck(PLAIT_PORT=str(port)).returncode == 1
-    closed = healthcheck(PLAIT_PORT=str(port))
+        assert healthcheck("serve", PLAIT_PORT=str(port)).returncode == 1
+        assert healthcheck(f"prefill --health-address 127.0.0.1:{port}").returncode == 1
+    closed = healthcheck(f"frontend --port {port}")
     assert closed.returncode == 1 and f":{port}/live" in closed.stderr
-    assert healthcheck(PLAIT_HEALTH_ADDRESS="nonsense").returncode == 1
+    assert healthcheck("decode", PLAIT_HEALTH_ADDRESS="nonsense").returncode == 1
+
+
+def test_a_worker_that_has_no_probes_is_not_called_unhealthy(healthcheck):
+    for command in ("decode --model m", "pull", "prefill"):
+        found = healthcheck(command, PLAIT_PORT="1")
+        assert found.returncode == 0 and f"plait {command.split()[0]}: nothing" in found.stdout
+
+
+SHARED = {"PLAIT_HOST": "0.0.0.0", "PLAIT_PORT": "8000", "PLAIT_HEALTH_ADDRESS": "[::]:7001"}
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "address"),
+    [
+        ("serve", {}, ":8000"),
+        ("serve --port 9000 --host 10.0.0.7", SHARED, "10.0.0.7:9000"),
+        ("frontend --port=1 --port=9000", SHARED, "0.0.0.0:9000"),
+        ("frontend", SHARED, "0.0.0.0:8000"),  # one environment for all roles
+        ("decode", SHARED, "[::]:7001"),
+        ("prefill --health-address=10.0.0.8:7002", SHARED, "10.0.0.8:7002"),
+        ("decode --health-address 10.0.0.8:7002", {}, "10.0.0.8:7002"),
+        ("decode --health-address-of x --model --port", {"PLAIT_PORT": "9"}, None),
+        ("", SHARED, "[::]:7001"),  # another entry point: by variables alone
+        ("", {"PLAIT_PORT": "9000"}, ":9000"),
+    ],
+)
+def test_flags_win_over_variables_and_each_verb_has_its_own(command, variables, address):
+    assert address_of(command.split(), variables) == address
+
+
+def test_an_entry_point_that_is_not_plait_is_known_by_nothing(tmp_path):
+    first = tmp_path / "cmdline"
+    assert command_of(first) == []
+    for words in (["/bin/sh", "-c", "plait serve"], ["plait decode 0", "", ""], [""]):
+        first.write_text("\0".join(words))
+        assert command_of(first) == []
+    first.write_text("/sbin/docker-init\0--\0plait\0serve\0--port\x001\0")
+    assert command_of(first)[:3] == ["serve", "--port", "1"]
 
 
 @pytest.fixture
