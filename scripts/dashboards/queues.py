@@ -164,8 +164,11 @@ ROUTER = Dashboard(
         Panel(
             "Workers that serve",
             "short",
-            (Series("{{role}}", f"min by (role) ({gauge('plait_workers_ready')})"),),
-            text="As the front end sees them that sees fewest.",
+            (
+                Series("{{role}}", f"min by (role) ({gauge('plait_workers_ready')})"),
+                Series("{{role}} refused", f"max by (role) ({gauge('plait_workers_refused')})"),
+            ),
+            text="As the front end sees them that sees fewest. Refused: they hold another model.",
         ),
         Panel(
             "Workers lost",
