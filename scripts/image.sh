@@ -32,7 +32,7 @@ build() {
     # The commit's date, not today's: the same sources have the same labels.
     created=$(TZ=UTC git log -1 --format=%cd --date=format-local:%Y-%m-%dT%H:%M:%SZ 2>/dev/null ||
         date -u +%Y-%m-%dT%H:%M:%SZ)
-    DOCKER_BUILDKIT=1 "$engine" build --target "$variant" \
+    DOCKER_BUILDKIT=1 "$engine" build --build-arg "VARIANT=$variant" \
         --tag "$image:$variant" --tag "$image:$version-$variant" \
         --build-arg "VERSION=$version" --build-arg "REVISION=$revision" \
         --build-arg "CREATED=$created" "$@" .

@@ -1,4 +1,4 @@
-"""A Dockerfile as values: stages, their instructions, what a target inherits."""
+"""A Dockerfile as values: stages, their instructions, what a stage inherits."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Dockerfile:
     arguments: dict[str, str]  # before the first FROM
     stages: dict[str, Stage]
 
-    def lineage(self, target: str) -> list[Stage]:
-        """The target and the stages that its file system comes from, COPY --from left out."""
-        stages = [self.stages[target]]
-        while stages[-1].base in self.stages:
-            stages.append(self.stages[stages[-1].base])
+    def lineage(self, name: str, variant: str) -> list[Stage]:
+        """The stage and those that its file system comes from, COPY --from left out."""
+        stages = [self.stages[name]]
+        while (base := stages[-1].base.replace("${VARIANT}", variant)) in self.stages:
+            stages.append(self.stages[base])
         return stages
 
 

@@ -13,7 +13,8 @@ from tests.image import dockerfile
 from tests.image.dockerfile import ROOT
 
 FILE = dockerfile.read()
-TARGETS = ("cpu", "gpu")
+VARIANTS = ("cpu", "gpu")
+IMAGE = FILE.stages["plait"]
 
 
 def packages_of(stage: dockerfile.Stage) -> set[str]:
@@ -25,91 +26,79 @@ def packages_of(stage: dockerfile.Stage) -> set[str]:
     return found
 
 
-def test_both_targets_are_there_and_differ_only_in_what_they_stand_on():
-    cpu, gpu = (FILE.stages[target] for target in TARGETS)
-    assert cpu.base == "cpu-base" and gpu.base == "gpu-base"
-    own = (cpu, "for CPUs", "cpu-build"), (gpu, "for NVIDIA GPUs", "gpu-build")
-    plain = [
-        [(verb, text.replace(kind, "").replace(build, "")) for verb, text in stage.instructions]
-        for stage, kind, build in own
-    ]
-    triton = " TRITON_CACHE_MANAGER=kernels.gpu.shipped_cache:ShippedCache"
-    assert plain[0] == [(verb, text.replace(triton, "")) for verb, text in plain[1]] != plain[1]
+def test_the_variants_differ_only_in_what_they_stand_on():
+    assert FILE.arguments["VARIANT"] == "cpu"
+    for variant in VARIANTS:
+        roots = [FILE.lineage(name, variant)[-1] for name in ("build", "plait")]
+        assert [root.base for root in roots] == [f"${{{variant.upper()}_BASE}}"] * 2
+        assert not {"ENV", "COPY", "ENTRYPOINT"} & {verb for verb, _ in roots[0].instructions}
+    users = [stage.name for stage in FILE.stages.values() if "${VARIANT}" in stage.base]
+    assert users == ["build", "plait"]
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_runs_as_a_user_given_by_number_that_is_not_root(target):
-    stage = FILE.stages[target]
-    user = re.fullmatch(r"(\d+):(\d+)", stage.last("USER"))
+def test_runs_as_a_user_given_by_number_that_is_not_root():
+    user = re.fullmatch(r"(\d+):(\d+)", IMAGE.last("USER"))
     assert user and "0" not in user.groups()
-    verbs = [verb for verb, _ in stage.instructions]
+    verbs = [verb for verb, _ in IMAGE.instructions]
     assert not {"RUN", "COPY"} & set(verbs[verbs.index("USER") :])
-    assert f"--uid {user[1]}" in stage.last("RUN") and f"--gid {user[2]}" in stage.last("RUN")
+    assert f"--uid {user[1]}" in IMAGE.last("RUN") and f"--gid {user[2]}" in IMAGE.last("RUN")
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_entry_point_is_plait_under_an_init_and_the_default_is_to_serve(target):
-    stage = FILE.stages[target]
-    assert stage.exec_form("ENTRYPOINT")[0] == "/usr/bin/tini"
-    assert stage.exec_form("ENTRYPOINT")[-1] == "/opt/plait/bin/plait"
-    assert _parser().parse_args(stage.exec_form("CMD")).verb == "serve"
+def test_the_entry_point_is_plait_under_an_init_and_the_default_is_to_serve():
+    assert IMAGE.exec_form("ENTRYPOINT")[0] == "/usr/bin/tini"
+    assert IMAGE.exec_form("ENTRYPOINT")[-1] == "/opt/plait/bin/plait"
+    assert _parser().parse_args(IMAGE.exec_form("CMD")).verb == "serve"
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_plait_variable_is_an_option(target, monkeypatch):
-    variables = FILE.stages[target].pairs("ENV")
+def test_every_plait_variable_is_an_option(monkeypatch):
+    variables = IMAGE.pairs("ENV")
     names = {name for name in variables if name.startswith("PLAIT_")} - {"PLAIT_HOME"}
     assert {"PLAIT_HOST", "PLAIT_PORT"} <= names
     for name in names:
         monkeypatch.setenv(name, variables[name])
     config = ServeConfig()
     assert {name.removeprefix("PLAIT_").lower() for name in names} <= config.model_fields_set
-    assert config.host == "0.0.0.0" and str(config.port) in FILE.stages[target].last("EXPOSE")
+    assert config.host == "0.0.0.0" and str(config.port) in IMAGE.last("EXPOSE")
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_all_that_is_written_lies_on_the_volume(target):
-    stage = FILE.stages[target]
-    volume = stage.exec_form("VOLUME")
-    variables = stage.pairs("ENV")
-    assert [variables["HOME"]] == [variables["PLAIT_HOME"]] == [stage.last("WORKDIR")] == volume
+def test_all_that_is_written_lies_on_the_volume():
+    volume = IMAGE.exec_form("VOLUME")
+    variables = IMAGE.pairs("ENV")
+    assert [variables["HOME"]] == [variables["PLAIT_HOME"]] == [IMAGE.last("WORKDIR")] == volume
     assert variables["PYTHONDONTWRITEBYTECODE"] == "1"
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_no_compiler_and_no_header_in_an_image(target):
-    installed = set().union(*map(packages_of, FILE.lineage(target)))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_compiler_and_no_header_in_an_image(variant):
+    installed = set().union(*map(packages_of, FILE.lineage("plait", variant)))
     assert not {name for name in installed if re.search(r"gcc|g\+\+|clang|make|-dev$|build-", name)}
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_an_image_has_what_the_transfer_engine_links_to(target):
-    installed = set().union(*map(packages_of, FILE.lineage(target)))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_image_has_what_the_transfer_engine_links_to(variant):
+    installed = set().union(*map(packages_of, FILE.lineage("plait", variant)))
     wanted = set(system._PACKAGES.values())
     assert wanted | {"libgomp1", "tini"} <= installed
-    assert target == "cpu" or set(system._CUDA_PACKAGES.values()) <= installed
+    assert variant == "cpu" or set(system._CUDA_PACKAGES.values()) <= installed
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_health_check_is_a_script_that_is_in_the_image(target):
-    stage = FILE.stages[target]
-    options, _, command = stage.last("HEALTHCHECK").partition("CMD ")
+def test_the_health_check_is_a_script_that_is_in_the_image():
+    options, _, command = IMAGE.last("HEALTHCHECK").partition("CMD ")
     assert "--start-period=" in options
     script = command.strip("[]").split(", ")[-1].strip('"')
-    copied = [text.split() for text in stage.all("COPY")]
+    copied = [text.split() for text in IMAGE.all("COPY")]
     folder = next(words[-1] for words in copied if words[0] == "scripts/healthcheck.py")
     assert script == f"{folder}healthcheck.py"
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_labels(target):
+def test_labels():
     prefix = "org.opencontainers.image."
-    labels = FILE.stages[target].pairs("LABEL")
+    labels = IMAGE.pairs("LABEL")
     wanted = ["title", "description", "licenses", "version", "revision", "created"]
     assert {prefix + name for name in wanted} <= set(labels)
     assert labels[f"{prefix}licenses"] == "Apache-2.0"
     version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
-    assert version and FILE.stages[target].pairs("ARG")["VERSION"] == version[1]
+    assert version and IMAGE.pairs("ARG")["VERSION"] == version[1]
 
 
 def test_nothing_secret_is_kept():
@@ -120,8 +109,7 @@ def test_nothing_secret_is_kept():
     assert not {name for name in names if re.search(r"KEY|TOKEN|SECRET|PASSW|CERT|CRED", name)}
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     assert not re.search(r"trusted-host|://[^/\s]*@|\.crt\b", text)
-    for target in TARGETS:
-        assert not [run for run in FILE.stages[target].all("RUN") if "pip" in run or "http" in run]
+    assert not [run for run in IMAGE.all("RUN") if "pip" in run or "http" in run]
 
 
 def test_what_is_installed_is_pinned():
@@ -132,10 +120,9 @@ def test_what_is_installed_is_pinned():
         assert "-c constraints.txt" in install or "--no-deps" in install, install
     assert "--no-build-isolation" in installs[-1] and "--no-build-isolation" in installs[-2]
     pinned = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.M)
-    for target in TARGETS:
-        spec = FILE.stages[f"{target}-build"].pairs("ARG")["TORCH_SPEC"]
-        assert pinned and spec == pinned[0]
-        tag = FILE.arguments[f"{target.upper()}_BASE"].partition(":")[2]
+    assert pinned and FILE.stages["build"].pairs("ARG")["TORCH_SPEC"] == pinned[0]
+    for variant in VARIANTS:
+        tag = FILE.arguments[f"{variant.upper()}_BASE"].partition(":")[2]
         assert tag and "latest" not in tag
 
 

@@ -122,13 +122,13 @@ def image_script(*args: str, **variables: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
 
 
-def test_build_asks_the_engine_for_the_target_with_tags_labels_and_what_was_added(engine):
+def test_build_asks_the_engine_for_the_variant_with_tags_labels_and_what_was_added(engine):
     done = image_script(
         "gpu", "--build-arg", "PIP_ARGS=--pre", ENGINE=str(engine), IMAGE="registry.example/plait"
     )
     assert done.returncode == 0, done.stderr
     asked = done.stdout.splitlines()
-    assert asked[:3] == ["build", "--target", "gpu"]
+    assert asked[:3] == ["build", "--build-arg", "VARIANT=gpu"]
     assert asked.count("--tag") == 2 and "registry.example/plait:gpu" in asked
     assert [a for a in asked if a.startswith(("VERSION=0", "CREATED=20"))]
     assert asked[-3:] == ["--build-arg", "PIP_ARGS=--pre", "."]
