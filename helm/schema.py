@@ -6,14 +6,13 @@ Owns which options a chart's user may set; what the chart sets itself is left ou
 from __future__ import annotations
 
 import json
-import types
-import typing
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic.fields import FieldInfo
-
-from server.config import GROUPS, NOT_FOR, ServeConfig
+from server.arguments import options_of
+from server.config import OPTIONS
+from server.option import Option
 
 SCHEMA = Path(__file__).parent / "values.schema.json"
 ROLES = ("frontend", "prefill", "decode")
@@ -50,22 +49,15 @@ OF_THE_CHART = frozenset(
 
 def option_names(role: str) -> list[str]:
     """The options of a role that are a user's to set, in the product's order."""
-    return [
-        name
-        for name, field in ServeConfig.model_fields.items()
-        if _extra(field, "group") in GROUPS[role]
-        and name not in NOT_FOR[role]
-        and name not in OF_THE_CHART
-    ]
+    return [option.name for option in options_of(role) if option.name not in OF_THE_CHART]
 
 
-def options_of(names: typing.Iterable[str]) -> dict[str, Any]:
+def schema_of(names: Iterable[str]) -> dict[str, Any]:
     """A JSON schema of an object with these options."""
-    fields = ServeConfig.model_fields
     return {
         "type": "object",
         "additionalProperties": False,
-        "properties": {name: _property(fields[name]) for name in names},
+        "properties": {name: _property(OPTIONS[name]) for name in names},
     }
 
 
@@ -74,45 +66,31 @@ def definitions() -> dict[str, Any]:
     of_role = {role: option_names(role) for role in ROLES}
     shared = [name for name in of_role["frontend"] if all(name in n for n in of_role.values())]
     return {
-        "options": options_of(shared),
-        **{f"{role}Options": options_of(names) for role, names in of_role.items()},
+        "options": schema_of(shared),
+        **{f"{role}Options": schema_of(names) for role, names in of_role.items()},
     }
 
 
-def _property(field: FieldInfo) -> dict[str, Any]:
-    kind = _kind(field.annotation)
-    described = {"description": field.description or ""}
-    if typing.get_origin(kind) is Literal:
-        return {"enum": list(typing.get_args(kind)), **described}
-    if typing.get_origin(kind) is tuple:
+def _property(option: Option) -> dict[str, Any]:
+    described = {"description": option.field.description or ""}
+    if option.choices:
+        return {"enum": list(option.choices), **described}
+    if option.is_list:
         return {"type": "array", "items": {"type": "string", "pattern": "^[^,]+$"}, **described}
     names = {bool: "boolean", int: "integer", float: "number"}
-    found: dict[str, Any] = {"type": names.get(kind, "string")}
-    for part in field.metadata:
-        for name, keyword in (
-            ("ge", "minimum"),
-            ("gt", "exclusiveMinimum"),
-            ("le", "maximum"),
-            ("lt", "exclusiveMaximum"),
-            ("min_length", "minLength"),
-            ("pattern", "pattern"),
-        ):
-            bound = getattr(part, name, None)
-            if bound is not None:
-                found[keyword] = bound
+    found: dict[str, Any] = {"type": names.get(option.kind, "string")}
+    for name, keyword in (
+        ("ge", "minimum"),
+        ("gt", "exclusiveMinimum"),
+        ("le", "maximum"),
+        ("lt", "exclusiveMaximum"),
+        ("min_length", "minLength"),
+        ("pattern", "pattern"),
+    ):
+        bound = option.bound(name)
+        if bound is not None:
+            found[keyword] = bound
     return {**found, **described}
-
-
-def _kind(annotation: Any) -> Any:
-    """The type without `| None`."""
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        return next(t for t in typing.get_args(annotation) if t is not type(None))
-    return annotation
-
-
-def _extra(field: FieldInfo, key: str) -> str:
-    extra = field.json_schema_extra
-    return str(extra[key]) if isinstance(extra, dict) else ""
 
 
 def main() -> None:

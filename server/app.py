@@ -12,6 +12,7 @@ from engine.types import FinishReason
 from server import health, status
 from server.client import EngineClient
 from server.config import ServeConfig
+from server.loading import api_keys
 from server.metrics import CONTENT_TYPE
 from server.middleware import BodyLimit, KeyGuard, LastAnswer, RequestId
 from server.openai import chat, completions, document, errors, models, tokenize
@@ -50,7 +51,7 @@ def create_app(config: ServeConfig, client: EngineClient, tokenizer: Tokenizer) 
         public |= page.FILES.keys()
     # Each is put around those before it: the last one is the outermost.
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, count_error=count_error)
-    app.add_middleware(KeyGuard, keys=config.api_keys(), public=public, count_error=count_error)
+    app.add_middleware(KeyGuard, keys=api_keys(config), public=public, count_error=count_error)
     if config.cors_allow_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -37,6 +37,7 @@ from server.discovery.discovery import Discovery, sources_of
 from server.discovery.places import Source
 from server.generation import Limits
 from server.http_server import HttpServer, listen, url_of
+from server.loading import api_keys
 from server.supervisor import Supervisor, WorkerFailedError
 from server.tokenizer import Tokenizer, TokenizerError
 from server.topology import count_gpus, plan_topology, worker_configs
@@ -116,7 +117,7 @@ def curl_line(config: ServeConfig, url: str) -> str:
     # Greedy: a small model's first answer should be its best.
     body = json.dumps({"model": config.model_name, "messages": question, "temperature": 0})
     parts = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
-    if config.api_keys():
+    if api_keys(config):
         parts += ["-H", "Authorization: Bearer YOUR_KEY"]
     return shlex.join([*parts, "-d", body])
 

@@ -25,12 +25,14 @@ from rich.table import Table
 from engine.channel import Channel, Event
 from engine.messages import Drain, Heartbeat, Hello, Outputs, Submit
 from engine.types import MetricFamily, Request, SamplingParams, TokenOut
-from server import config, logs, model_source
+from server import logs, model_source
 from server.bench.workload import corpus
-from server.config import ServeConfig
+from server.config import ConfigError, ServeConfig
 from server.launcher import socket_folder
+from server.loading import load
 from server.supervisor import KILL_AFTER_S, PACKAGE_ROOT, worker_command
 from server.tokenizer import Tokenizer, TokenizerError
+from server.topology import worker_config
 
 NUM_SHOWN = 5  # likeliest next tokens
 _POLL_S = 0.2
@@ -65,10 +67,10 @@ def main(args: dict[str, object]) -> int:
     own = {name: args.pop(name) for name in ("prompt", "prompt_file", "prompt_tokens", "tokens")}
     json_file = args.pop("json")
     config_file = args.pop("config", None)
-    options = config.load(args, None if config_file is None else str(config_file))
+    options = load(args, None if config_file is None else str(config_file))
     logs.configure(options.log_level)
     if json_file is not None and not Path(str(json_file)).parent.is_dir():
-        raise config.ConfigError(f"--json {json_file}: expected a file in a folder that exists")
+        raise ConfigError(f"--json {json_file}: expected a file in a folder that exists")
     # A SIGTERM unwinds, so that the worker and the folder of its socket go as well.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:
@@ -102,7 +104,8 @@ def check(
         address = f"ipc://{private}/worker"
         channel = Channel("frontend")
         channel.dial(address)
-        worker_config = options.worker_config(
+        told = worker_config(
+            options,
             "colocated",
             0,
             model_path=folder,
@@ -110,7 +113,7 @@ def check(
             cp_size=options.prefill_cp_size or 1,
             parent_pid=os.getpid(),
         )
-        process = subprocess.Popen(worker_command(worker_config), cwd=PACKAGE_ROOT)
+        process = subprocess.Popen(worker_command(told), cwd=PACKAGE_ROOT)
         try:
             report = _Session(channel, process).check(options, tokenizer, prompt_ids, num_tokens)
             process.wait(KILL_AFTER_S)
@@ -221,10 +224,10 @@ def _prompt_ids(own: dict[str, object], tokenizer: Tokenizer) -> list[int]:
     if own["prompt"] is None and own["prompt_file"] is None:
         num = 700 if own["prompt_tokens"] is None else int(str(own["prompt_tokens"]))
         if num < 1:
-            raise config.ConfigError(f"--prompt-tokens {num}: expected a whole number, 1 or more")
+            raise ConfigError(f"--prompt-tokens {num}: expected a whole number, 1 or more")
         ids = (ids * math.ceil(num / len(ids)))[:num]
     if not ids:
-        raise config.ConfigError("--prompt: expected text of at least one token")
+        raise ConfigError("--prompt: expected text of at least one token")
     return ids
 
 
@@ -232,13 +235,13 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise config.ConfigError(f"--prompt-file {path}: {error}; expected UTF-8 text") from error
+        raise ConfigError(f"--prompt-file {path}: {error}; expected UTF-8 text") from error
 
 
 def _count(own: dict[str, object]) -> int:
     num = int(str(own["tokens"]))
     if num < 1:
-        raise config.ConfigError(f"--tokens {num}: expected a whole number, 1 or more")
+        raise ConfigError(f"--tokens {num}: expected a whole number, 1 or more")
     return num
 
 

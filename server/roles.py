@@ -13,10 +13,12 @@ from typing import Literal
 
 from engine.process import unblock_signals
 from server import logs, model_source
-from server.config import DEFAULT_LISTEN, ServeConfig
+from server.config import ServeConfig
 from server.launcher import read_key
 from server.supervisor import PACKAGE_ROOT, WORKER_ENVIRONMENT, worker_command
-from server.topology import hash_salt
+from server.topology import hash_salt, worker_config
+
+DEFAULT_LISTEN = "tcp://127.0.0.1:7000"
 
 
 def run_worker(config: ServeConfig, role: Literal["prefill", "decode"]) -> int:
@@ -30,7 +32,8 @@ def run_worker(config: ServeConfig, role: Literal["prefill", "decode"]) -> int:
     except model_source.ModelSourceError as error:
         print(f"plait {role}: {error}", file=sys.stderr)
         return 1
-    told = config.worker_config(
+    told = worker_config(
+        config,
         role,
         0,
         model_path=folder.resolve(),

@@ -1,4 +1,4 @@
-"""Which workers a local fleet has: from options and GPUs to one WorkerConfig each.
+"""Which workers a local fleet has, from options and GPUs, and what any worker is told.
 
 Pure, but for counting GPUs. Knows no process.
 """
@@ -94,7 +94,8 @@ def worker_configs(
         nonlocal device
         where = f"cuda:{device}" if topology.num_devices else None
         device += cp_size
-        return config.worker_config(
+        return worker_config(
+            config,
             role,
             index,
             model_path=model_path,
@@ -109,6 +110,65 @@ def worker_configs(
         return [make("colocated", 0, topology.cp_size)]
     prefill = [make("prefill", i, topology.cp_size) for i in range(topology.num_groups)]
     return prefill + [make("decode", i, 1) for i in range(topology.num_decode)]
+
+
+def worker_config(
+    config: ServeConfig,
+    role: Role,
+    index: int,
+    *,
+    model_path: Path,
+    listen_address: str,
+    cp_size: int,
+    salt: str = "",
+    device: str | None = None,
+    parent_pid: int | None = None,
+) -> WorkerConfig:
+    """What one worker is told; `model_path` is the local folder that --model resolved to,
+    `parent_pid` the process whose end is the worker's."""
+    of_role = {
+        "prefill": config.prefill_max_total_tokens,
+        "decode": config.decode_max_total_tokens,
+        "colocated": None,
+    }[role]
+    is_group = role != "decode"
+    return WorkerConfig(
+        model=str(model_path),
+        listen_address=listen_address,
+        role=role,
+        index=index,
+        device=config.device if device is None else device,
+        dtype=config.dtype,
+        page_size=config.page_size,
+        max_total_tokens=config.max_total_tokens if of_role is None else of_role,
+        chunked_prefill_size=config.chunked_prefill_size,
+        max_running_requests=config.max_running_requests,
+        mem_fraction_static=config.mem_fraction_static,
+        cuda_graphs=config.cuda_graphs,
+        context_length=config.context_length,
+        cp_size=cp_size,
+        shared_kv=config.enable_nsa_prefill_cp_shared_kv if is_group else None,
+        cp_mode=config.nsa_prefill_cp_mode,
+        cp_stream_block_tokens=config.cp_stream_block_tokens if is_group else None,
+        hicache=config.enable_hierarchical_cache,
+        hicache_ratio=config.hicache_ratio,
+        hicache_size=config.hicache_size,
+        hicache_write_policy=config.hicache_write_policy,
+        hicache_storage_backend=config.hicache_storage_backend,
+        transfer_protocol=config.transfer_protocol,
+        transfer_host=config.transfer_host,
+        # Absolute: a worker runs in another folder.
+        cluster_key_file=str(config.cluster_key_file.expanduser().absolute())
+        if config.cluster_key_file
+        else None,
+        hash_salt=salt,
+        drain_timeout_s=config.drain_timeout_s,
+        # Workers that a front end starts would all ask for the same port.
+        health_address=config.health_address if parent_pid is None else None,
+        log_level=config.log_level,
+        traces_url=config.traces_url,
+        parent_pid=parent_pid,
+    )
 
 
 def _first_gpu(config: ServeConfig) -> int:

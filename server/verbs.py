@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from server import config
+from server import arguments
 from server.bench import options as bench_options
+from server.config import DEFAULT_MODEL, ConfigError, ServeConfig
+from server.loading import api_keys, load, misspelt_variables
 
 # Exit codes: 0 done, 1 it failed, 2 a bad option (as argparse has it).
 FAILED = 1
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }[verb]
     try:
         return run(args)
-    except config.ConfigError as error:
+    except ConfigError as error:
         for line in str(error).splitlines():
             print(f"plait {verb}: {line}", file=sys.stderr)
         return BAD_OPTION
@@ -55,13 +57,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"plait {version}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
     serve = verbs.add_parser("serve", help="serve a model", allow_abbrev=False)
-    config.add_arguments(serve)
+    arguments.add_arguments(serve)
     for role, text in (
         ("frontend", "HTTP and routing only, for workers that run elsewhere"),
         ("prefill", "one prefill group of a cluster"),
         ("decode", "one decode worker of a cluster"),
     ):
-        config.add_arguments(verbs.add_parser(role, help=text, allow_abbrev=False), role)
+        arguments.add_arguments(verbs.add_parser(role, help=text, allow_abbrev=False), role)
     status = verbs.add_parser("status", help="the fleet as a front end sees it", allow_abbrev=False)
     _add_status_arguments(status)
     keygen = verbs.add_parser("keygen", help="make a key for a cluster", allow_abbrev=False)
@@ -81,7 +83,7 @@ def _add_pull_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="?",
-        default=config.DEFAULT_MODEL,
+        default=DEFAULT_MODEL,
         metavar="MODEL",
         help="Hugging Face hub id (default: %(default)s, made from weights that pip can install)",
     )
@@ -118,15 +120,15 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=int, default=8, metavar="N", help="greedy tokens (default: %(default)s)"
     )
     own.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
-    config.add_arguments(parser, "prefill-check")
+    arguments.add_arguments(parser, "prefill-check")
 
 
-def _load(verb: str, flags: dict[str, object]) -> config.ServeConfig:
+def _load(verb: str, flags: dict[str, object]) -> ServeConfig:
     config_file = flags.pop("config", None)
-    options = config.load(flags, None if config_file is None else str(config_file))
-    for line in config.misspelt_variables():
+    options = load(flags, None if config_file is None else str(config_file))
+    for line in misspelt_variables():
         print(f"plait {verb}: {line}", file=sys.stderr)
-    options.api_keys()  # an unreadable key file is an error now, not at the first request
+    api_keys(options)  # an unreadable key file is an error now, not at the first request
     return options
 
 
@@ -140,7 +142,7 @@ def _serve(flags: dict[str, object]) -> int:
 def _frontend(flags: dict[str, object]) -> int:
     options = _load("frontend", flags)
     if not options.workers:
-        raise config.ConfigError(
+        raise ConfigError(
             "--workers: expected at least one place where workers are, as tcp://10.0.0.7:7000,"
             " dns://plait-decode:7000 or k8s://plait-decode:control"
         )
@@ -191,11 +193,11 @@ def _pull(args: dict[str, object]) -> int:
     ]
     passed += [name for name, is_given in flags if is_given]
     try:
-        if model == config.DEFAULT_MODEL:
+        if model == DEFAULT_MODEL:
             print(model_source.pull_default(passed))
         elif passed:
-            raise config.ConfigError(
-                f"{passed[0]}: only for the default model, {config.DEFAULT_MODEL}; got {model}"
+            raise ConfigError(
+                f"{passed[0]}: only for the default model, {DEFAULT_MODEL}; got {model}"
             )
         else:
             print(model_source.resolve(model))

@@ -11,7 +11,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from server.config import ENV_PREFIX, GROUPS, NOT_FOR, ServeConfig, load
+from server.arguments import options_of
+from server.loading import load
+from server.option import ENV_PREFIX
 from server.verbs import _parser
 from tests.helm.chart import CHART, EXAMPLES, Manifest, Rendered, render, render_example, run
 
@@ -93,13 +95,8 @@ def test_commands_are_plaits_and_so_are_their_values(
 def test_variables_are_options_of_the_command(rendered: Rendered, role: str) -> None:
     """PLAIT_HOME is where models lie, no option."""
     names = {v["name"] for v in rendered.container(role)["env"]} - {"PLAIT_HOME"}
-    for name in names:
-        if name.startswith(ENV_PREFIX):
-            option = name.removeprefix(ENV_PREFIX).lower()
-            field = ServeConfig.model_fields[option]
-            assert isinstance(field.json_schema_extra, dict)
-            assert field.json_schema_extra["group"] in GROUPS[role]
-            assert option not in NOT_FOR[role]
+    options = {option.variable for option in options_of(role)}
+    assert {name for name in names if name.startswith(ENV_PREFIX)} <= options
 
 
 def test_init_containers_and_tests_are_plaits_commands(rendered: Rendered) -> None:

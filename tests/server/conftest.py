@@ -9,7 +9,15 @@ import httpx
 import openai
 import pytest
 
+from server.option import ENV_PREFIX
 from tests.server.scripted import ANSWER, MODEL_NAME, Server, reply, serving
+
+
+@pytest.fixture
+def no_variables_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(ENV_PREFIX):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="session")

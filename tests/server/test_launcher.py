@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from engine.config import WorkerConfig
-from server import config, http_server, launcher, model_source
+from server import http_server, launcher, model_source
+from server.arguments import parse
 from server.supervisor import (
     MAX_FAILED_STARTS,
     MAX_SILENT_LOOKS,
@@ -216,7 +217,7 @@ def test_a_worker_gets_its_options_as_one_json_argument() -> None:
 
 
 def test_the_curl_line_survives_a_shell_whatever_the_name() -> None:
-    options = config.parse(["--served-model-name", 'it\'s "mine" $HOME', "--api-key", "hunter2"])
+    options = parse(["--served-model-name", 'it\'s "mine" $HOME', "--api-key", "hunter2"])
     words = shlex.split(launcher.curl_line(options, "http://127.0.0.1:1"))
     assert words[:2] == ["curl", "http://127.0.0.1:1/v1/chat/completions"]
     assert json.loads(words[-1])["model"] == 'it\'s "mine" $HOME'

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from server.config import ServeConfig
+from server.loading import api_keys
 from tests.server.scripted import MODEL_NAME, Server, reply, serving
 
 GUARDED = [
@@ -121,4 +122,4 @@ def test_an_empty_key_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("\n")
     with pytest.raises(Exception, match="holds no key"):
-        ServeConfig(api_key_file=path).api_keys()
+        api_keys(ServeConfig(api_key_file=path))

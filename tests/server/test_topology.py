@@ -1,4 +1,4 @@
-"""Which workers a fleet gets, and which flags each verb takes."""
+"""Which workers a fleet gets, and what each is told: by `plait serve` or by a verb of its own."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ import pytest
 
 from engine.cluster_key import ClusterKey
 from engine.config import WorkerConfig
-from server import config, roles, topology
-from server.config import ConfigError, ServeConfig
-from server.topology import Topology, hash_salt, plan_topology, worker_configs
+from server import roles, topology
+from server.arguments import parse
+from server.config import ConfigError
+from server.loading import load
+from server.topology import Topology, hash_salt, plan_topology, worker_config, worker_configs
 from server.verbs import main
 
-
-@pytest.fixture(autouse=True)
-def no_variables_of_the_developer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(config.ENV_PREFIX):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("no_variables_of_the_developer")
 
 
 def planned(flags: str, num_gpus: int) -> Topology:
-    return plan_topology(config.parse(flags.split()), num_gpus)
+    return plan_topology(parse(flags.split()), num_gpus)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +118,7 @@ def test_the_choice_is_said_in_words(plan: Topology, said: str) -> None:
 
 
 def told(flags: str, num_gpus: int, folder: Path) -> list[WorkerConfig]:
-    options = config.parse(flags.split())
+    options = parse(flags.split())
     return worker_configs(options, plan_topology(options, num_gpus), Path("/m"), folder)
 
 
@@ -155,16 +152,57 @@ def test_sizes_go_by_role_and_decode_workers_share_no_kv(tmp_path: Path) -> None
     assert (colocated.role, colocated.hands_off) == ("colocated", False)
 
 
+def test_the_worker_is_told_what_concerns_it() -> None:
+    argv = "--page-size 16 --max-total-tokens 4096 --chunked-prefill-size 128"
+    argv += " --max-running-requests 3 --context-length 99 --dtype float32 --device cpu"
+    options = parse([*argv.split(), "--log-level", "debug", "--api-key", "hunter2"])
+    told = worker_config(
+        options,
+        "decode",
+        1,
+        model_path=Path("/models/m"),
+        listen_address="ipc:///x",
+        cp_size=1,
+        salt="pepper",
+    )
+    assert (told.model, told.listen_address) == ("/models/m", "ipc:///x")
+    assert (told.role, told.index, told.title) == ("decode", 1, "decode 1")
+    assert told.hash_salt == "pepper"
+    assert (told.page_size, told.max_total_tokens, told.chunked_prefill_size) == (16, 4096, 128)
+    assert (told.max_running_requests, told.context_length) == (3, 99)
+    assert (told.dtype, told.device, told.log_level) == ("float32", "cpu", "debug")
+    assert "hunter2" not in repr(told)
+
+
+def test_a_worker_of_a_cluster_has_probes_of_its_own_and_a_local_fleets_has_none() -> None:
+    """Local workers would all ask for the same port."""
+
+    def told(parent_pid: int | None) -> str | None:
+        options = load({"health_address": "10.0.0.7:7001"})
+        return worker_config(
+            options,
+            "decode",
+            0,
+            model_path=Path("/m"),
+            listen_address="",
+            cp_size=1,
+            parent_pid=parent_pid,
+        ).health_address
+
+    assert told(None) == "10.0.0.7:7001"
+    assert told(1) is None
+
+
 def test_hashes_are_salted_by_the_key_of_the_cluster_or_anew(tmp_path: Path) -> None:
     for name in ("a", "b"):
         ClusterKey.write_new(tmp_path / name)
-    a, b = (config.parse(["--cluster-key-file", f"{tmp_path}/{name}"]) for name in "ab")
+    a, b = (parse(["--cluster-key-file", f"{tmp_path}/{name}"]) for name in "ab")
     assert hash_salt(a) == hash_salt(a) != hash_salt(b)
     assert ClusterKey.read(tmp_path / "a").secret.decode() not in hash_salt(a)
-    bare = config.parse([])
+    bare = parse([])
     assert hash_salt(bare) != hash_salt(bare)
     with pytest.raises(ConfigError, match=f"--cluster-key-file {tmp_path}/none: .*No such file"):
-        hash_salt(config.parse(["--cluster-key-file", f"{tmp_path}/none"]))
+        hash_salt(parse(["--cluster-key-file", f"{tmp_path}/none"]))
 
 
 @pytest.mark.parametrize(
@@ -177,78 +215,7 @@ def test_gpus_are_those_that_may_be_seen(
     assert topology.count_gpus() == number
 
 
-# -- the verbs
-
-
-def flags_of(verb: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
-    with pytest.raises(SystemExit) as caught:
-        main([verb, "--help"])
-    assert caught.value.code == 0
-    words = capsys.readouterr().out.replace(",", " ").split()
-    return {word[2:].replace("-", "_") for word in words if word.startswith("--")}
-
-
-def test_each_verb_takes_the_flags_that_mean_something_to_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    known = set(ServeConfig.model_fields)
-    serve, frontend, prefill, decode = (
-        flags_of(verb, capsys) & known for verb in ("serve", "frontend", "prefill", "decode")
-    )
-    http = {"host", "port", "api_key", "max_n", "router_policy", "served_model_name"}
-    fleet = {"colocated", "prefill_groups", "decode_workers"}
-    computing = {"device", "dtype", "page_size", "max_total_tokens", "max_running_requests"}
-    group = {"prefill_cp_size", "nsa_prefill_cp_mode", "cp_stream_block_tokens"}
-    cluster = {"listen", "transfer_host"}
-    everywhere = {"model", "cluster_key_file", "log_level", "drain_timeout_s"}
-    assert http | fleet | computing | group | everywhere <= serve
-    assert not serve & (cluster | {"workers"})
-    assert http | {"workers"} | everywhere <= frontend
-    assert not frontend & (fleet | computing | group | cluster | {"transfer_protocol"})
-    assert computing | group | cluster | everywhere | {"transfer_protocol"} <= prefill
-    assert not prefill & (http | fleet | {"workers"})
-    assert computing | cluster | everywhere | {"transfer_protocol"} <= decode
-    assert not decode & (http | fleet | group | {"workers"})
-
-
-def test_a_frontend_needs_workers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["frontend"]) == 2
-    assert "--workers: expected at least one place where workers are" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("verb", "flag", "value"),
-    [
-        ("prefill", "--listen", "tcp://here"),
-        ("decode", "--listen", "7000"),
-    ],
-)
-def test_an_address_that_is_none_is_said(
-    verb: str, flag: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([verb, flag, value]) == 2
-    error = capsys.readouterr().err
-    assert f"plait {verb}: {flag} {value}: expected tcp://HOST:PORT or ipc:///PATH" in error
-
-
-@pytest.mark.parametrize(
-    "value",
-    ["10.0.0.7:7000", "dns://name", "dns://:7000", "k8s://name", "k8s://A:b", "k8s://a.b.c:d"],
-)
-def test_a_place_of_workers_that_is_none_is_said(
-    value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["frontend", "--workers", value]) == 2
-    error = capsys.readouterr().err
-    assert f"plait frontend: --workers {value}: expected tcp://HOST:PORT, ipc:///PATH, " in error
-    assert "dns://NAME:PORT or k8s://SERVICE[.NAMESPACE]:PORT" in error
-
-
-def test_workers_come_repeated_by_commas_or_in_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = ("tcp://a:1", "tcp://b:2")
-    assert config.load({"workers": ["tcp://a:1", "tcp://b:2"]}).workers == both
-    monkeypatch.setenv("PLAIT_WORKERS", "tcp://a:1, tcp://b:2")
-    assert config.load({}).workers == both
+# -- plait prefill, plait decode, plait keygen
 
 
 class Became(Exception):

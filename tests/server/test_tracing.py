@@ -12,8 +12,10 @@ import httpx
 import pytest
 
 from engine.tracing import OtlpTracer, traces_url
-from server.config import ConfigError, parse
+from server.arguments import parse
+from server.config import ConfigError
 from server.generation import Limits
+from server.topology import worker_config
 from tests.collector import Collector, Received, collecting
 from tests.served import serving as serving_processes
 from tests.server.scripted import MODEL_NAME, Server, reply, serving
@@ -141,7 +143,7 @@ def test_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse([]).traces_url == "http://ours:4318/v1/traces"
     given = parse(["--otlp-endpoint", "https://flag"])
     assert given.traces_url == "https://flag/v1/traces"
-    told = given.worker_config("decode", 0, model_path=Path(), listen_address="", cp_size=1)
+    told = worker_config(given, "decode", 0, model_path=Path(), listen_address="", cp_size=1)
     assert told.traces_url == given.traces_url
     with pytest.raises(ConfigError, match="--otlp-endpoint collector:4317: expected http"):
         parse(["--otlp-endpoint", "collector:4317"])
