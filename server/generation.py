@@ -1,22 +1,22 @@
 """A generation as a route sees it: what is asked, the deltas as they come, why it failed.
 
-Owned by the event loop. Knows no worker's content, no socket and no HTTP.
+Owned by the event loop. Knows no worker, no socket and no HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.tracing import Attributes, Span
 from engine.types import Request
-from server.answer import Answer, Delta
-from server.fleet import Worker
+from server.answer import Delta
 
 ErrorKind = Literal["overloaded", "unavailable", "worker_lost", "worker_error"]
+
+NO_WORKER = "no worker is ready to serve; try again later"
 
 
 class EngineError(Exception):
@@ -46,52 +46,13 @@ class Submission:
     continues: bool = False  # the answer's text goes on the prompt's text
 
 
-@dataclass(slots=True, eq=False)
-class Live:
-    """An unfinished request. Everything but `answer` belongs to the event loop."""
-
-    request: Request
-    answer: Answer
-    generation: Generation
-    submitted_at: float
-    span: Span  # `request`, of the trace
-    hashes: Sequence[bytes] = ()  # of the prompt's whole pages
-    first: Worker | None = None  # computes the prompt, or all of it; None once that is done
-    decode: Worker | None = None  # goes on after the first token
-    live_tokens: int = 0  # counted at `first` until the first token is there
-    matched_tokens: int = 0  # that the router thought cached at `first`
-    num_replays: int = 0  # since a token came last
-    num_known: int = 0  # tokens that were there at the last replay
-    last_token_at: float | None = None
-    give_up: asyncio.TimerHandle | None = None
-    again: asyncio.TimerHandle | None = None
-
-    @property
-    def workers(self) -> list[Worker]:
-        """Those that have something of it."""
-        return [worker for worker in (self.first, self.decode) if worker is not None]
-
-    def end_span(self, how: str, error: str) -> None:
-        """The request has ended with this finish reason. Names of attributes are OpenTelemetry's
-        conventions for generative AI, where they have one."""
-        attributes: Attributes = {
-            "plait.rid": self.request.rid,
-            "plait.replays": self.answer.attempt,
-            "gen_ai.usage.input_tokens": len(self.request.token_ids),
-            "gen_ai.usage.output_tokens": len(self.answer.token_ids),
-            "gen_ai.response.finish_reasons": [how],
-            "http.route": self.generation.route,
-        }
-        self.span.end(attributes, error)
-
-
 class Generation:
     """The deltas of some choices as they come, in batches. Iterate it to its end or `close` it;
     closing aborts what is unfinished. Raises EngineError where a choice fails."""
 
     def __init__(self, route: str, on_close: Callable[[Generation], None]) -> None:
         self.route = route
-        self.unfinished: dict[str, Live] = {}
+        self.unfinished: dict[str, None] = {}  # rids of the choices that go on
         self._on_close = on_close
         self._arrived: deque[Delta] = deque()
         self._error: EngineError | None = None

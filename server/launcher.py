@@ -174,7 +174,7 @@ class _Launch:
         _on_signals(stop.set, lambda: self._end_at_once(supervisors))
         client.start()
         items = [told.listen_address for told in self._workers] or config.workers
-        discovery = Discovery(client, items, self._sources)
+        discovery = Discovery(client.roster, items, self._sources)
         discovery.start()
         watches = [asyncio.create_task(supervisor.run()) for supervisor in supervisors]
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
@@ -188,7 +188,7 @@ class _Launch:
             announcement.cancel()
             await discovery.close()
             client.start_draining()
-            client.abort_all("the server is shutting down")
+            client.requests.fail_all("the server is shutting down")
             http.should_exit = True
             ends = [supervisor.stop() for supervisor in supervisors]
             await asyncio.gather(*ends, *watches, serving, return_exceptions=True)
@@ -221,12 +221,12 @@ class _Launch:
             await asyncio.sleep(delay_s)
         client.start_draining()
         http.close_idle()
-        if client.num_unfinished:
-            log.info("draining %d requests, %g s at most", client.num_unfinished, limit_s)
+        if len(client.requests):
+            log.info("draining %d requests, %g s at most", len(client.requests), limit_s)
             try:
-                await asyncio.wait_for(client.drained(), limit_s)
+                await asyncio.wait_for(client.requests.all_ended(), limit_s)
             except asyncio.TimeoutError:
-                log.warning("%d requests are cut off", client.num_unfinished)
+                log.warning("%d requests are cut off", len(client.requests))
 
     def _end_at_once(self, supervisors: list[Supervisor]) -> None:
         for supervisor in supervisors:

@@ -90,12 +90,12 @@ def answer(client: EngineClient) -> Response:
 def fleet_status(client: EngineClient) -> FleetStatus:
     return FleetStatus(
         status=state(client),
-        requests=client.num_unfinished,
+        requests=len(client.requests),
         parked=client.metrics.num_parked,
         workers=[_worker_status(client, worker) for worker in client.fleet],
         places=[
             PlaceStatus(place=place.name, ready=place.num_ready, error=place.error)
-            for place in client.places
+            for place in client.roster.places
         ],
         refused=[
             RefusedStatus(
@@ -109,7 +109,7 @@ def fleet_status(client: EngineClient) -> FleetStatus:
         ],
         absent=[
             address
-            for address in client.addresses
+            for address in client.roster.addresses
             if client.fleet.at(address) is None and address not in client.fleet.refused
         ],
     )

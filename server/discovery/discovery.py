@@ -1,4 +1,4 @@
-"""Follows every place that `--workers` names and keeps the client's workers as they say.
+"""Follows every place that `--workers` names and keeps the roster as they say.
 
 Owns which addresses are known from where. A worker is taken up once some place has it ready, and
 let go, keeping what it does, when none has it so any more. Knows no request.
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 
 class Workers(Protocol):
-    """What discovery needs of the client."""
+    """What discovery needs of the roster."""
 
     metrics: Metrics
     places: list[Place]
 
-    def add_worker(self, address: str) -> None: ...
+    def add(self, address: str) -> None: ...
 
-    def retire_worker(self, address: str) -> None: ...
+    def retire(self, address: str) -> None: ...
 
 
 class Discovery:
@@ -41,7 +41,7 @@ class Discovery:
         self._sources = sources
         self._seen = [_Seen(self, Place(item, kind_of(item))) for item in dict.fromkeys(items)]
         self._tasks: list[asyncio.Task[None]] = []
-        self._known: set[str] = set()  # addresses that the client has from here
+        self._known: set[str] = set()  # addresses that the roster has from here
 
     def start(self) -> None:
         self._workers.places[:] = [seen.place for seen in self._seen]
@@ -58,7 +58,7 @@ class Discovery:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def settle(self) -> None:
-        """Make the client's workers those that are ready somewhere."""
+        """Make the roster's addresses those that are ready somewhere."""
         ready = {
             address
             for seen in self._seen
@@ -66,10 +66,10 @@ class Discovery:
             if is_ready
         }
         for address in sorted(ready - self._known):
-            self._workers.add_worker(address)
+            self._workers.add(address)
         for address in sorted(self._known - ready):
             log.info("%s is ready no more: it gets no new requests", address)
-            self._workers.retire_worker(address)
+            self._workers.retire(address)
         self._known = ready
 
     def count(self, place: Place) -> None:

@@ -15,6 +15,7 @@ from server.openai.api import Api, from_engine
 from server.openai.errors import APIError
 from server.openai.sse import Chunks, ClientGone, EventStream, while_connected
 from server.openai.usage import Usage
+from server.router.prompt_hashes import hash_prompts
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the access log does
 
@@ -40,8 +41,9 @@ async def respond(
         api.client.metrics.errors.labels(error.kind, str(error.status)).inc()
 
     try:
-        hashes = await api.client.hash_prompts(submissions)
-        generation = api.client.generate(
+        prompts = [submission.request.token_ids for submission in submissions]
+        hashes = await hash_prompts(prompts, api.client.fleet.capabilities)
+        generation = api.client.requests.begin(
             submissions, route, hashes, request.headers.get("traceparent", "")
         )
     except EngineError as error:

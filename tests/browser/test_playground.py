@@ -261,7 +261,7 @@ def test_errors_are_shown_in_the_servers_words(page: Page, server: Server) -> No
         prompt_of(page).fill("hello")
         page.keyboard.press("Enter")
         expect(page.locator(".assistant .text")).not_to_be_empty()
-        ending.call(lambda: ending.client.abort_all("the server is shutting down"))
+        ending.call(lambda: ending.client.requests.fail_all("the server is shutting down"))
         expect(page.get_by_role("alert")).to_have_text("the server is shutting down")
         expect(page.locator(".assistant .text")).not_to_be_empty()  # what came stays
 

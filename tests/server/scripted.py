@@ -138,7 +138,7 @@ class Server:
         address = address or f"ipc://{self.folder}/{len(self.workers)}"
         worker = ScriptedWorker(address, script, self.tokenizer.vocab_size, **options)
         self.workers.append(worker)
-        self.client.add_worker(address)
+        self.call(lambda: self.client.roster.add(address))
         self.until(lambda: self.knows(worker))
         return worker
 
@@ -199,7 +199,7 @@ def serving(
     try:
         yield server
     finally:
-        server.call(lambda: client.abort_all("the test is over"))
+        server.call(lambda: client.requests.fail_all("the test is over"))
         requests.close()
         http.should_exit = True
         thread.join()

@@ -25,7 +25,9 @@ def test_a_lost_worker_is_invisible(num_tokens: int) -> None:
         stream = Stream(server, seed=4)
         assert reached.wait(60)
         server.until(
-            lambda: all(len(a.token_ids) == num_tokens for a in server.client._answers.values())
+            lambda: all(
+                len(a.token_ids) == num_tokens for a in server.client.requests.answers.values()
+            )
         )
         heir = server.add_worker(reply(SPOKEN))
         lost.vanish()
@@ -33,7 +35,7 @@ def test_a_lost_worker_is_invisible(num_tokens: int) -> None:
         replayed = heir.submits.get(timeout=60)
         assert replayed.output_ids == SPOKEN[:num_tokens]
         assert replayed.request == lost.submits.get(timeout=60).request
-        assert server.client.num_unfinished == 0
+        assert len(server.client.requests) == 0
 
 
 def test_a_worker_that_says_goodbye_hands_on_its_requests() -> None:
@@ -88,7 +90,7 @@ def test_no_worker_within_the_wait_ends_in_an_error() -> None:
         assert reached.wait(60)
         worker.vanish()
         assert stream.values()[-1]["error"]["code"] == "unavailable"
-        assert server.client.num_unfinished == 0
+        assert len(server.client.requests) == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -108,7 +110,7 @@ def test_a_client_that_leaves_aborts(stream: bool, num_tokens: int, n: int) -> N
         assert {worker.aborts.get(timeout=60).rid for _ in range(n)} == {
             worker.submits.get(timeout=60).request.rid for _ in range(n)
         }
-        server.until(lambda: server.client.num_unfinished == 0)
+        server.until(lambda: len(server.client.requests) == 0)
         server.until(lambda: all(w.load.num_running == 0 for w in server.client.fleet))
         server.until(
             lambda: "plait_requests_running 0.0" in server.client.metrics.expose().decode()
@@ -140,7 +142,7 @@ def test_requests_go_to_the_least_loaded_worker() -> None:
         for _, reached in scripts:
             assert reached.wait(60)
         assert [worker.submits.qsize() for worker in workers] == [1, 1]
-        server.call(lambda: server.client.abort_all("enough"))
+        server.call(lambda: server.client.requests.fail_all("enough"))
         for stream in streams:
             assert stream.values()[-1]["error"]["message"] == "enough"
 
@@ -159,10 +161,10 @@ def test_draining_waits_for_what_runs() -> None:
         stream = Stream(server)
         worker.submits.get(timeout=60)
         server.call(server.client.start_draining)
-        assert server.client.num_unfinished == 1
+        assert len(server.client.requests) == 1
         gate.set()
         assert stream.answer() == (TEXT, ["stop"])
-        server.until(lambda: server.client.num_unfinished == 0)
+        server.until(lambda: len(server.client.requests) == 0)
 
 
 def test_an_abort_the_client_did_not_ask_for_is_an_error() -> None:

@@ -43,6 +43,9 @@ def test_defaults_are_those_the_documents_name() -> None:
         ("--device", "tpu", "auto, cpu, cuda or cuda:N"),
         ("--drain-timeout-s", "nan", "a number, 0 or more"),
         ("--drain-timeout-s", "-1", "a number, 0 or more"),
+        ("--hicache-ratio", "0", "a number above 0"),
+        ("--hicache-size", "inf", "a number above 0"),
+        ("--mem-fraction-static", "1", "a number above 0 and below 1"),
         ("--model", "", "non-empty text"),
     ],
 )
@@ -51,7 +54,7 @@ def test_a_bad_flag_names_itself_its_value_and_what_is_accepted(
 ) -> None:
     assert main(["serve", f"{flag}={value}"]) == 2
     error = capsys.readouterr().err
-    assert f"{flag} {value}: expected {accepted}" in error
+    assert f"{flag} {value}: expected {accepted}\n" in error
     assert "Traceback" not in error
 
 

@@ -126,6 +126,6 @@ def test_a_worker_that_was_removed_is_told_from_one_that_broke() -> None:
         worker = server.add_worker(reply(server.tokenizer.encode("fine")))
         before = scrape(server)
         assert before["plait_workers_lost_total", (("reason", "silent"), ("role", "decode"))] == 0
-        server.loop.call_soon_threadsafe(server.client.remove_worker, worker.address)
+        server.loop.call_soon_threadsafe(server.client.roster.remove, worker.address)
         server.until(lambda: not len(server.client.fleet))
         assert lost(server) == {("colocated", "removed"): 1}

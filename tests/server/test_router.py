@@ -43,11 +43,11 @@ def once_more(script: Script) -> Script:
 
 def num_tokens_known(server: Server) -> list[int]:
     """How many the front end has of each unfinished request."""
-    return [len(answer.token_ids) for answer in server.client._answers.values()]
+    return [len(answer.token_ids) for answer in server.client.requests.answers.values()]
 
 
 def assert_nothing_left(server: Server) -> None:
-    server.until(lambda: server.client.num_unfinished == 0)
+    server.until(lambda: len(server.client.requests) == 0)
     for worker in server.client.fleet:
         assert (worker.num_live, worker.live_tokens) == (0, 0)
 
@@ -340,7 +340,7 @@ def test_a_removed_worker_gets_nothing_and_its_requests_go_on() -> None:
         stream = Stream(server)
         assert reached.wait(60)
         server.add_worker(SPEAKING)
-        server.call(lambda: server.client.remove_worker(removed.address))
+        server.call(lambda: server.client.roster.remove(removed.address))
         assert stream.answer() == (TEXT, ["stop"])
         assert len(server.client.fleet) == 1
 
@@ -352,7 +352,7 @@ async def test_a_restarted_front_end_finds_all_workers() -> None:
         again = EngineClient(TOKENIZER.token_bytes)
         again.start()
         for worker in workers:
-            again.add_worker(worker.address)
+            again.roster.add(worker.address)
         await again.can_serve()
         known = again.fleet
         while len(known) < 3 or known.at(workers[0].address).load.num_rooms != 7:

@@ -119,7 +119,7 @@ def test_a_request_counts_at_both_its_workers() -> None:
         status = ask(server)
         assert [worker["requests"] for worker in status["workers"]] == [1, 1]
         assert (status["requests"], status["parked"]) == (1, 0)
-        server.call(lambda: server.client.abort_all("enough"))
+        server.call(lambda: server.client.requests.fail_all("enough"))
         status = ask(server)
         assert [worker["requests"] for worker in status["workers"]] == [0, 0]
 
@@ -161,7 +161,7 @@ def test_a_worker_that_is_gone_is_absent_and_its_requests_are_parked() -> None:
         assert status["workers"] == []
         assert status["absent"] == [worker.address]
         assert status["status"] == "no worker is ready"
-        server.call(lambda: server.client.remove_worker(worker.address))
+        server.call(lambda: server.client.roster.remove(worker.address))
         assert ask(server)["absent"] == []
 
 

@@ -40,7 +40,7 @@ def tracer(collector: tuple[Collector, str]) -> OtlpTracer:
 
 def spans_of(server: Server, tracer: OtlpTracer, found: Collector) -> list[Received]:
     """All of them, once no request is unfinished."""
-    server.until(lambda: server.client.num_unfinished == 0)
+    server.until(lambda: len(server.client.requests) == 0)
     tracer.close()
     return found.spans
 
@@ -128,7 +128,7 @@ def test_a_collector_that_is_down_does_not_show(
         server.add_worker(reply(SPOKEN))
         for _ in range(3):
             assert server.http.post(CHAT, json=BODY).status_code == 200
-        server.until(lambda: server.client.num_unfinished == 0)
+        server.until(lambda: len(server.client.requests) == 0)
         tracer.close()
     assert collector[0].spans == []
 

@@ -49,7 +49,7 @@ class Cluster:
     @property
     def trouble(self) -> str:
         """Why the service cannot be followed; empty where it can."""
-        return self.server.client.places[0].error
+        return self.server.client.roster.places[0].error
 
     def shown_error(self) -> str:
         """The same as /status says it."""
@@ -78,7 +78,7 @@ def credentials_in(folder: Path, token: str = "first") -> Path:
 def discovering(
     server: Server, items: list[str], sources: Mapping[str, Source]
 ) -> Iterator[Discovery]:
-    discovery = Discovery(server.client, items, sources)
+    discovery = Discovery(server.client.roster, items, sources)
     server.call(discovery.start)
     try:
         yield discovery

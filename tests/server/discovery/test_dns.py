@@ -35,13 +35,13 @@ def test_addresses_that_come_and_go_are_followed_and_failures_change_nothing() -
         source = DnsSource(DnsName("plait-decode", port), 0.01, resolve=resolve)
         fleet = server.client.fleet
         with discovering(server, [item], {item: source}):
-            server.until(lambda: "not there yet" in server.client.places[0].error)
+            server.until(lambda: "not there yet" in server.client.roster.places[0].error)
             answers[0] = {"127.0.0.1"}
-            server.until(lambda: server.knows(first) and not server.client.places[0].error)
+            server.until(lambda: server.knows(first) and not server.client.roster.places[0].error)
             answers[0] = {"127.0.0.1", "127.0.0.2"}
             server.until(lambda: server.knows(second))
             answers[0] = OSError("no such name")
-            server.until(lambda: "no such name" in server.client.places[0].error)
+            server.until(lambda: "no such name" in server.client.roster.places[0].error)
             assert len(fleet) == 2
             assert Stream(server).answer() == (TEXT, ["stop"])
             answers[0] = {"127.0.0.2"}
@@ -80,6 +80,6 @@ def test_workers_are_reached_over_both_families(host: str) -> None:
         listen = tcp_address(host, 0).replace(":0", ":*")
         worker = ScriptedWorker(listen, SPEAKING, server.tokenizer.vocab_size)
         server.workers.append(worker)
-        server.call(lambda: server.client.add_worker(worker.address))
+        server.call(lambda: server.client.roster.add(worker.address))
         server.until(lambda: server.knows(worker))
         assert Stream(server).answer() == (TEXT, ["stop"])

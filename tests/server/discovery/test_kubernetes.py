@@ -287,7 +287,7 @@ def test_an_api_that_comes_later_is_found(tmp_path: Path) -> None:
     kubernetes = KubernetesApi(f"http://127.0.0.1:{port}", credentials_in(tmp_path))
     source = KubernetesSource(kubernetes, kubernetes_service(ITEM), ITEM, first_delay_s=0.01)
     with serving() as server, discovering(server, [ITEM], {ITEM: source}):
-        server.until(lambda: f"http://127.0.0.1:{port}" in server.client.places[0].error)
+        server.until(lambda: f"http://127.0.0.1:{port}" in server.client.roster.places[0].error)
         with contextlib.closing(FakeApi(port=port)) as api:
             cluster = Cluster(api, server, tmp_path)
             worker = cluster.start_pod(SPEAKING)
@@ -306,7 +306,9 @@ def test_the_api_is_known_by_the_certificate_of_the_cluster(tmp_path: Path) -> N
         worker = cluster.start_pod(SPEAKING)
         cluster.publish("a", worker)
         with discovering(server, [ITEM], {ITEM: source}):
-            server.until(lambda: "CERTIFICATE_VERIFY_FAILED" in server.client.places[0].error)
+            server.until(
+                lambda: "CERTIFICATE_VERIFY_FAILED" in server.client.roster.places[0].error
+            )
             assert api.asked == []
             (folder / "ca.crt").write_text(certificate.read_text())  # its key is not read
             cluster.until_known(worker)
@@ -329,6 +331,8 @@ def test_one_worker_under_two_addresses_is_one(cluster: Cluster) -> None:
     port = place_of(worker)[1]
     cluster.api.put("a", port, [endpoint("127.0.0.1"), endpoint("127.0.0.2")])
     fleet = cluster.server.client.fleet
-    cluster.server.until(lambda: len(fleet) == 1 and len(cluster.server.client.addresses) == 1)
+    cluster.server.until(
+        lambda: len(fleet) == 1 and len(cluster.server.client.roster.addresses) == 1
+    )
     assert Stream(cluster.server).answer() == (TEXT, ["stop"])
     assert json.loads(cluster.server.http.get("/status").text)["absent"] == []

@@ -157,7 +157,7 @@ def test_a_failure_before_the_first_token_has_a_real_status(stream: bool, n: int
         error = error_of(response)
         assert error["message"] == "out of pages"
         assert error["code"] == "worker_error"
-        assert server.client.num_unfinished == 0
+        assert len(server.client.requests) == 0
 
 
 @pytest.mark.parametrize("route", ["chat", "completions"])
@@ -226,7 +226,7 @@ def test_a_full_queue_is_503_and_empties_again(limits: Limits, word: str) -> Non
         body = {"model": MODEL_NAME, "prompt": [5] * 16, "n": 2, "stream": True}
         with httpx.Client(base_url=server.base_url, timeout=60) as client:
             task = threaded_post(client, body)
-            server.until(lambda: server.client.num_unfinished == 2)
+            server.until(lambda: len(server.client.requests) == 2)
             response = server.http.post("/v1/completions", json=body)
             assert response.status_code == 503
             assert "retry-after" in response.headers
@@ -234,7 +234,7 @@ def test_a_full_queue_is_503_and_empties_again(limits: Limits, word: str) -> Non
             assert error["code"] == "overloaded"
             assert word in error["message"]
             worker.script = reply(server.tokenizer.encode("fine"))
-            server.call(lambda: server.client.abort_all("that is enough"))
+            server.call(lambda: server.client.requests.fail_all("that is enough"))
             assert task().status_code == 503
         response = server.http.post("/v1/completions", json=body)
         assert response.status_code == 200
