@@ -33,11 +33,14 @@ def draw(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """[S, V] float32 and S draws -> [S] int64 on the logits' device, which is not waited for.
 
     Order: temperature, top_k, top_p, min_p; of equal probabilities a filter keeps all or none.
+    A logit that is NaN counts as -inf; of a row of these the first token is drawn.
     """
     if gpu_kernels(logits) and logits.stride(1) == 1:
         from kernels.gpu import sampling as gpu
 
         return gpu.draw(logits, draws)
+    largest = torch.finfo(logits.dtype).max  # of which inf is one: it has a distance to itself
+    logits = logits.nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
     tokens = logits.argmax(-1)
     random = [row for row, how in enumerate(draws) if how.temperature > 0]
     if random:
@@ -46,15 +49,18 @@ def draw(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def exponentials(key: int, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """[vocab_size] float32, each exponentially distributed with mean 1: splitmix64 (Steele, Lea,
-    Flood 2014) over key and token id, 32 bits of it as a uniform number."""
+    """[vocab_size] float32, finite, each exponentially distributed with mean 1: splitmix64 (Steele,
+    Lea, Flood 2014) over key and token id, 32 bits of it as a uniform number."""
     ids = torch.arange(vocab_size, dtype=torch.int64, device=device)
     z = ids * signed(_GOLDEN) + signed(key)
     z = (z ^ ((z >> 30) & (1 << 34) - 1)) * signed(_FIRST)
     z = (z ^ ((z >> 27) & (1 << 37) - 1)) * signed(_SECOND)
     bits = (z >> 32) & 0xFFFFFFFF
     # Small values decide a draw; they are exact here, as 32 bits near 0 fit a float.
-    return -torch.log1p(-(bits.to(torch.float32) + 0.5) * 2.0**-32)
+    # The largest are rounded to 1, of which the logarithm would be infinite: no weight divided by
+    # it is above that of a token that was ruled out.
+    uniform = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp_max_(1.0 - 2.0**-24)
+    return -torch.log1p(-uniform)
 
 
 def mix(z: int) -> int:

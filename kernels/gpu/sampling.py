@@ -23,14 +23,21 @@ _WORDS: Final = 5  # of a draw, 64 bits each
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _SECOND = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+
+
+@triton.jit
+def _logits(row, at, vocab_size, BLOCK: tl.constexpr):
+    """A block's logits, none above the largest float32; -inf for NaN and behind the vocabulary."""
+    column = at + tl.arange(0, BLOCK)
+    logit = tl.load(row + column, mask=column < vocab_size, other=float("-inf"))
+    return tl.minimum(tl.where(logit == logit, logit, float("-inf")), _LARGEST)
 
 
 @triton.jit
 def _weights(row, at, vocab_size, peak, temperature, BLOCK: tl.constexpr):
     """exp((logit - peak) / temperature) of a block, 0 behind the vocabulary."""
-    column = at + tl.arange(0, BLOCK)
-    logit = tl.load(row + column, mask=column < vocab_size, other=float("-inf"))
-    return tl.exp((logit - peak) / temperature)
+    return tl.exp((_logits(row, at, vocab_size, BLOCK) - peak) / temperature)
 
 
 @triton.jit
@@ -53,7 +60,8 @@ def _exponential(column, key):
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _FIRST
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _SECOND
     bits = (z >> 32) & 0xFFFFFFFF
-    less = -(bits.to(tl.float32) + 0.5) * (2.0**-32)
+    # Above -1, which the highest numbers would be rounded to.
+    less = tl.maximum(-(bits.to(tl.float32) + 0.5) * (2.0**-32), 2.0**-24 - 1.0)
     # log1p: the error of 1 + x in log(1 + x) is undone by dividing by what was really added.
     rounded = 1.0 + less
     exact = rounded == 1.0
@@ -81,12 +89,11 @@ def _draw(
     best_at = tl.full([BLOCK], 2147483647, tl.int32)
     for at in range(0, vocab_size, BLOCK):
         column = at + tl.arange(0, BLOCK)
-        inside = column < vocab_size
-        logit = tl.load(row + column, mask=inside, other=float("-inf"))
-        is_better = inside & ((logit > best) | (best_at == 2147483647))
+        logit = _logits(row, at, vocab_size, BLOCK)
+        is_better = (column < vocab_size) & ((logit > best) | (best_at == 2147483647))
         best = tl.where(is_better, logit, best)
         best_at = tl.where(is_better, column, best_at)
-    peak = tl.max(best, axis=0)
+    peak = tl.maximum(tl.max(best, axis=0), -_LARGEST)  # finite: -inf less it is -inf, not NaN
     if temperature > 0:
         # The least weight that is kept; weights are in [0, 1], and their bits in their order.
         least = min_p
