@@ -56,7 +56,8 @@ class Rank:
         return result
 
     def settle(self) -> None:
-        """Until this rank writes nothing more into pages that have been given up."""
+        """Until this rank writes nothing more into pages that have been given up. Raises where its
+        device does not work any more."""
         self.runner.settle()
 
     def close(self) -> None:

@@ -84,9 +84,11 @@ class Runner:
         return StepResult(step=plan.step, sampled=sampled, seconds=seconds)
 
     def settle(self) -> None:
-        """Until the device writes nothing more for requests that have ended."""
-        if self._ahead is not None:
-            self._ahead.read.wait()
+        """Until the device has done all that steps gave it: a step that was dropped, failed or
+        sampled nothing may go on there after `execute` has returned. Raises where the device does
+        not work any more."""
+        if self._mesh.device.type == "cuda":
+            torch.cuda.current_stream(self._mesh.device).synchronize()
 
     def _update(self, plan: StepPlan) -> None:
         for req_index in plan.finished:

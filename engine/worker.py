@@ -172,6 +172,7 @@ class Worker:
             raise
         except Exception as error:
             log.exception("step %d failed; its %d requests end", plan.step, len(plan.extends))
+            self._engine.leader.settle()  # raises where no later step can succeed: the worker ends
             result = None
             reason = f"the step failed: {type(error).__name__}: {error}"
         finally:

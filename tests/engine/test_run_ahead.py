@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import engine.loading
 from engine.attention.tables import TableAttention
@@ -62,3 +64,19 @@ def test_a_request_alone_is_always_ahead(folder):
     client.run()
     # One token is the prefill's, one is of a step begun when it was planned.
     assert client.engine.leader.runner.ahead_counts == {"taken": 148}
+
+
+def test_pages_are_settled_once_the_device_has_done_all_it_was_given(folder, monkeypatch):
+    """Also where nothing was begun ahead: a chunk of a prompt samples nothing, so that nobody has
+    waited for it."""
+    client = Client(folder, **OPTIONS)
+    client.submit("long", list(range(3, 103)))
+    client.step()
+    runner = client.engine.leader.runner
+    assert runner._ahead is None
+    waited = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append(True))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(runner, "_mesh", SimpleNamespace(device=torch.device("cuda")))
+    client.engine.leader.settle()
+    assert waited == [True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from engine.health import HealthServer, Vitals
 from engine.loading import load_engine
 from engine.messages import Drain, Handoff, Outputs, Prefill, Submit
 from engine.plan import StepPlan, StepResult
-from engine.types import Request, SamplingParams
+from engine.types import Request, SamplingParams, TokenOut
 from engine.worker import Worker
 from kvcache.transfer.loopback import LoopbackEngine, LoopbackNetwork
 from tests.tiny import save_dsa
@@ -113,6 +114,51 @@ def test_a_finished_hand_off_does_not_wait_for_the_step_that_runs(
     for peer in peers.values():
         peer.close()
     twin.close()
+
+
+def test_a_failed_step_ends_its_requests_and_a_lost_device_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA context that has seen a fault fails every later call: a worker that lived on would
+    fail every later request, and look idle."""
+    address = f"ipc://{tmp_path}/w"
+    config = WorkerConfig(
+        model=str(save_dsa(tmp_path)),
+        listen_address=address,
+        device="cpu",
+        dtype="float32",
+        max_total_tokens=1024,
+    )
+    worker = Worker(config, load_engine(config), Channel("worker", "w", bind=address))
+    scheduler = worker._engine.scheduler
+    rank = type(worker._engine.leader)
+
+    def raises(what: str) -> Callable[..., None]:
+        def call(*args: object) -> None:
+            raise RuntimeError(what)
+
+        return call
+
+    def step(rid: str) -> list[TokenOut]:
+        sampling = SamplingParams(max_tokens=4)
+        scheduler.submit(Request(rid=rid, token_ids=[5, 6, 7], sampling=sampling), [])
+        plan = scheduler.plan()
+        assert plan is not None
+        with worker._lock:
+            return worker._step(plan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank, "execute", raises("no memory"))
+        (out,) = step("a")
+        assert out.finish_reason == "error" and "RuntimeError: no memory" in out.error
+    (out,) = step("b")
+    assert len(out.ids) == 1 and not out.finish_reason
+    monkeypatch.setattr(rank, "execute", raises("an illegal memory access"))
+    monkeypatch.setattr(rank, "settle", raises("the device is lost"))
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        step("c")
+    worker._channel.close()
+    worker._engine.close()
 
 
 def test_probes_follow_the_worker_from_its_start_to_its_end(
