@@ -11,6 +11,7 @@ from engine.model.base import Model
 from kvcache.host_size import read_host_memory
 
 _CPU_SHARE = 0.25  # of the memory that is available once the weights are loaded
+_FEWEST_PAGES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +52,21 @@ def plan_capacity(
     num_shards = config.cp_size if config.shards_kv else 1
     # More than every running request at full length can use is waste.
     most = -(-model.context_length // page_size) * config.max_running_requests
-    fitting = free_bytes // (bytes_per_token * page_size) - 1  # and the dummy page
-    num_pages = min(fitting, -(-most // num_shards))
+    fitting = _pages_that_fit(free_bytes, bytes_per_token, page_size)
+    num_pages = max(_FEWEST_PAGES, min(fitting, -(-most // num_shards)))
     if config.max_total_tokens is not None:
         num_pages = config.max_total_tokens // page_size
-    if num_pages < 2:
+        if num_pages < _FEWEST_PAGES:
+            raise CapacityError(
+                f"--max-total-tokens {config.max_total_tokens}: the KV pool would hold {num_pages} "
+                f"pages of {page_size} tokens; accepted are {_FEWEST_PAGES * page_size} or more"
+            )
+    elif fitting < _FEWEST_PAGES:
         raise CapacityError(
-            f"--max-total-tokens {config.max_total_tokens}: the KV pool would hold {num_pages} "
-            f"pages of {page_size} tokens ({bytes_per_token} bytes a token); at least 2 are needed"
+            f"--model {config.model}: {gib(free_bytes)} are left for the KV pool, which needs "
+            f"{gib((_FEWEST_PAGES + 1) * page_size * bytes_per_token)} at least: "
+            f"{_FEWEST_PAGES + 1} pages of {page_size} tokens, {bytes_per_token} bytes each; free "
+            "some memory for it"
         )
     return Capacity(
         page_size=page_size,
@@ -69,10 +77,35 @@ def plan_capacity(
     )
 
 
-def free_host_bytes(config: WorkerConfig) -> int:
+def check_pool_fits(
+    config: WorkerConfig, capacity: Capacity, bytes_per_token: int, free_bytes: int
+) -> None:
+    """Raises CapacityError where the KV pool that was asked for exceeds what is left for it."""
+    page_size = capacity.page_size
+    needed = (capacity.num_pages + 1) * page_size * bytes_per_token
+    if needed > free_bytes:
+        most = _pages_that_fit(free_bytes, bytes_per_token, page_size)
+        accepted = f"accepted are up to {most * page_size}" if most > 1 else "nothing would fit"
+        raise CapacityError(
+            f"--max-total-tokens {config.max_total_tokens}: a KV pool of that size takes "
+            f"{gib(needed)}, and {gib(free_bytes)} are left for it; {accepted}"
+        )
+
+
+def _pages_that_fit(free_bytes: int, bytes_per_token: int, page_size: int) -> int:
+    """Beside the dummy page."""
+    return max(0, free_bytes // (bytes_per_token * page_size) - 1)
+
+
+def free_host_bytes(config: WorkerConfig, share: float = _CPU_SHARE) -> int:
     """For one rank's KV pool in the machine's memory, or what a cgroup leaves of it, which the
-    ranks of a group share."""
-    return int(read_host_memory().available * _CPU_SHARE) // config.cp_size
+    ranks of a group share. `share` of what is available: all of it is for a pool that was asked
+    for."""
+    return int(read_host_memory().available * share) // config.cp_size
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def chunk_size_of(config: WorkerConfig, device: torch.device) -> int:

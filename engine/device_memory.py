@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +14,7 @@ import torch
 
 from engine.attention.local import local_attention
 from engine.batch import ForwardBatch
-from engine.capacity import Capacity, CapacityError
+from engine.capacity import CapacityError, gib
 from engine.config import WorkerConfig
 from engine.model.base import Model
 from engine.sampler import SamplingState, sample
@@ -42,10 +44,24 @@ def check_weights_fit(
     free, total = torch.cuda.mem_get_info(device)
     if needed > free:
         raise CapacityError(
-            f"--model {config.model}: its weights take {_gib(needed)} in "
-            f"{str(dtype).removeprefix('torch.')}, and {device} has {_gib(free)} of "
-            f"{_gib(total)} free; give it a GPU with more memory, or end what else uses this one"
+            f"--model {config.model}: its weights take {gib(needed)} in "
+            f"{str(dtype).removeprefix('torch.')}, and {device} has {gib(free)} of "
+            f"{gib(total)} free; give it a GPU with more memory, or end what else uses this one"
         )
+
+
+@contextmanager
+def fits(config: WorkerConfig, device: torch.device, what: str) -> Iterator[None]:
+    """What runs out of the device's memory in here raises CapacityError: it was taken meanwhile by
+    another process, or is in more pieces than was thought."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise CapacityError(
+            f"--model {config.model}: {device}, which has {gib(free)} of {gib(total)} free, has no "
+            f"room for {what} ({str(error).partition('. GPU')[0]})"
+        ) from error
 
 
 def free_device_bytes(
@@ -59,15 +75,20 @@ def free_device_bytes(
     """For one rank's KV pool, once the weights are loaded. Raises CapacityError where nothing is
     left."""
     began = time.perf_counter()
-    steps = measure_steps(
-        model,
-        dtype,
-        device,
-        page_size=config.tokens_per_page,
-        context_length=context_length,
-        chunk_size=chunk_size,
-        max_running=config.max_running_requests,
+    remedy = (
+        f"a --chunked-prefill-size below {chunk_size}, a --max-running-requests below "
+        f"{config.max_running_requests} or a --context-length below {context_length}"
     )
+    with fits(config, device, f"the largest steps; {remedy} makes them smaller"):
+        steps = measure_steps(
+            model,
+            dtype,
+            device,
+            page_size=config.tokens_per_page,
+            context_length=context_length,
+            chunk_size=chunk_size,
+            max_running=config.max_running_requests,
+        )
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     reserved = int(total * (1 - config.mem_fraction_static))
@@ -80,35 +101,21 @@ def free_device_bytes(
         "%s: %s of %s free beside the weights; a prefill step takes %s, a decode step %s; "
         "%s for the KV pool (found in %.1f s)",
         device,
-        _gib(free),
-        _gib(total),
-        _gib(steps.prefill_bytes),
-        _gib(steps.decode_bytes),
-        _gib(max(0, left)),
+        gib(free),
+        gib(total),
+        gib(steps.prefill_bytes),
+        gib(steps.decode_bytes),
+        gib(max(0, left)),
         time.perf_counter() - began,
     )
     if left <= 0:
         raise CapacityError(
             f"--mem-fraction-static {config.mem_fraction_static:g}: beside the weights {device} "
-            f"has {_gib(free)} free, of which {_gib(reserved)} are to stay so, and the largest "
-            f"steps take {_gib(taken)}: nothing is left for the KV pool. A larger fraction (below "
-            f"1), a --chunked-prefill-size below {chunk_size}, a --max-running-requests below "
-            f"{config.max_running_requests} or a --context-length below {context_length} leave more"
+            f"has {gib(free)} free, of which {gib(reserved)} are to stay so, and the largest "
+            f"steps take {gib(taken)}: nothing is left for the KV pool. A larger fraction (below "
+            f"1), {remedy} leaves more"
         )
     return left
-
-
-def check_pool_fits(
-    config: WorkerConfig, capacity: Capacity, bytes_per_token: int, free_bytes: int
-) -> None:
-    """Raises CapacityError where the KV pool that was asked for exceeds what is left for it."""
-    needed = (capacity.num_pages + 1) * capacity.page_size * bytes_per_token  # and the dummy page
-    if needed > free_bytes:
-        raise CapacityError(
-            f"--max-total-tokens {config.max_total_tokens}: a KV pool of that size takes "
-            f"{_gib(needed)}, and {_gib(free_bytes)} are left for it; accepted are up to "
-            f"{free_bytes // bytes_per_token - capacity.page_size}"
-        )
 
 
 @torch.inference_mode()
@@ -156,7 +163,3 @@ def _sample(model: Model, hidden: torch.Tensor, device: torch.device) -> None:
     params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.999)
     states = [SamplingState.new(params, [0], [], model.vocab_size, device) for _ in hidden]
     sample(model.logits(hidden), states)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,16 @@ from engine.attention.group import GroupAttention
 from engine.attention.local import local_attention
 from engine.attention.paged import PagedAttention
 from engine.attention.tables import TableAttention
-from engine.capacity import Capacity, chunk_size_of, free_host_bytes, plan_capacity
+from engine.capacity import (
+    Capacity,
+    check_pool_fits,
+    chunk_size_of,
+    free_host_bytes,
+    plan_capacity,
+)
 from engine.config import WorkerConfig
 from engine.decode_graphs import DecodeGraphs
-from engine.device_memory import check_pool_fits, check_weights_fit, free_device_bytes
+from engine.device_memory import check_weights_fit, fits, free_device_bytes
 from engine.engine import Engine, Mailbox, Rank, destination_of
 from engine.handoff.pusher import Pusher
 from engine.handoff.room import RoomReport
@@ -123,7 +130,8 @@ def load_weights(config: WorkerConfig, rank: int) -> Weights:
         threads.configure(max(1, cgroup.available_cpus() // config.cp_size))
         with threads.one_compiler():
             warm_up((dtype,))
-    model = load_model(config.model, device, dtype, config.context_length)
+    with fits(config, device, "the weights"):
+        model = load_model(config.model, device, dtype, config.context_length)
     # Activations and KV rows are float32 on a CPU, whatever the weights are (docs/adr/0003).
     return Weights(model, device, torch.float32 if device.type == "cpu" else dtype)
 
@@ -140,14 +148,13 @@ def _plan_capacity(config: WorkerConfig, weights: Weights) -> Capacity:
     device, model = weights.device, weights.model
     chunk_size = chunk_size_of(config, device)
     if device.type == "cpu":
-        free_bytes = free_host_bytes(config)
+        free_bytes, most_bytes = free_host_bytes(config), free_host_bytes(config, share=1.0)
     else:
-        free_bytes = free_device_bytes(
+        free_bytes = most_bytes = free_device_bytes(
             config, model, weights.kv_dtype, device, model.context_length, chunk_size
         )
     capacity = plan_capacity(config, model, free_bytes, weights.bytes_per_token, chunk_size)
-    if device.type == "cuda":
-        check_pool_fits(config, capacity, weights.bytes_per_token, free_bytes)
+    check_pool_fits(config, capacity, weights.bytes_per_token, most_bytes)
     return capacity
 
 
@@ -164,15 +171,16 @@ def build_rank(
     device, model = weights.device, weights.model
     store = FileStore(setup.store_file, config.cp_size) if config.cp_size > 1 else None
     mesh = Mesh(rank, config.cp_size, device, store)
-    pool = KVPool.create(
-        model.geometry,
-        setup.page_size,
-        setup.num_pages,
-        weights.kv_dtype,
-        device,
-        cp_size=config.cp_size if config.shards_kv else 1,
-        cp_rank=rank if config.shards_kv else 0,
-    )
+    with fits(config, device, f"a KV pool of {setup.num_pages} pages of {setup.page_size} tokens"):
+        pool = KVPool.create(
+            model.geometry,
+            setup.page_size,
+            setup.num_pages,
+            weights.kv_dtype,
+            device,
+            cp_size=config.cp_size if config.shards_kv else 1,
+            cp_rank=rank if config.shards_kv else 0,
+        )
     attention: TableAttention | PagedAttention | GroupAttention
     if config.cp_size > 1:
         block_tokens = config.cp_stream_block_tokens or _BLOCK_TOKENS[device.type]
@@ -189,7 +197,8 @@ def build_rank(
         graphs = DecodeGraphs(
             model, attention.begin, pool, tables, staging, config.max_running_requests
         )
-        graphs.capture()
+        with fits(config, device, "recorded decode steps; --no-cuda-graphs records none"):
+            graphs.capture()
     runner = Runner(
         model,
         attention.begin,
@@ -312,9 +321,9 @@ def _log_capacity(
 def _resolve_device(name: str, rank: int = 0) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):
         raise ValueError(f"--device {name}: accepted are auto, cpu, cuda and cuda:N")
+    device = torch.device(name)
     if device.type == "cpu":
         return device
     if not torch.cuda.is_available():

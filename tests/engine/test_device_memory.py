@@ -3,13 +3,20 @@ in. The measuring itself needs a device: tests/gpu."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from engine.capacity import Capacity, CapacityError
+import engine.device_memory
+from engine.capacity import Capacity, CapacityError, check_pool_fits
 from engine.config import WorkerConfig
 from engine.decode_graphs import batch_sizes
-from engine.device_memory import check_pool_fits, check_weights_fit
+from engine.device_memory import StepMemory, check_weights_fit, free_device_bytes
+from engine.loading import load_engine
+from tests.tiny import save_llama
 
 GIB = 1 << 30
 
@@ -40,6 +47,84 @@ def test_a_pool_that_does_not_fit_is_refused_and_the_largest_is_named() -> None:
     ):
         check_pool_fits(config, capacity(65536), 1000, free)
     check_pool_fits(config, capacity(65472), 1000, free)
+    with pytest.raises(CapacityError, match=r"0\.00 GiB are left for it; nothing would fit$"):
+        check_pool_fits(config, capacity(65536), 1000, 3 * 64 * 1000 - 1)
+    check_pool_fits(config, capacity(128), 1000, 3 * 64 * 1000)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """80 GiB, of which 60 are free beside the weights; a prefill takes 6, decodes take 2."""
+    card = SimpleNamespace(free=60 * GIB, steps=StepMemory(6 * GIB, 2 * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (card.free, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def measure(*args: object, **sizes: int) -> StepMemory:
+        if isinstance(card.steps, Exception):
+            raise card.steps
+        return card.steps
+
+    monkeypatch.setattr(engine.device_memory, "measure_steps", measure)
+    return card
+
+
+def left_of(fraction: float, **options: Any) -> int:
+    config = WorkerConfig(model="m", listen_address="", mem_fraction_static=fraction, **options)
+    return free_device_bytes(
+        config, SimpleNamespace(), torch.bfloat16, torch.device("cuda", 1), 4096, 512
+    )  # type: ignore[arg-type]
+
+
+def test_the_pool_gets_what_the_fraction_and_the_largest_steps_leave(gpu: SimpleNamespace) -> None:
+    """60 free, less what is to stay so, less 6, 2 and 1 for libraries."""
+    assert left_of(0.999) == pytest.approx((51 - 0.08) * GIB)
+    assert left_of(0.5) == 11 * GIB
+    assert left_of(0.875, cp_size=2) == (41 - 3) * GIB  # three workspaces of streamed reads
+    gpu.free = 20 * GIB  # another process has the rest
+    assert left_of(0.875) == GIB
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.3625])
+def test_a_fraction_that_leaves_nothing_is_refused(gpu: SimpleNamespace, fraction: float) -> None:
+    with pytest.raises(
+        CapacityError,
+        match=rf"--mem-fraction-static {fraction:g}: beside the weights cuda:1 has 60\.00 GiB free"
+        r".* the largest steps take 9\.00 GiB: nothing .* A larger fraction \(below 1\), a "
+        r"--chunked-prefill-size below 512, a --max-running-requests below 64 or a "
+        r"--context-length below 4096 leaves more",
+    ):
+        left_of(fraction)
+
+
+def test_steps_that_run_out_of_memory_are_an_error_of_the_options(gpu: SimpleNamespace) -> None:
+    gpu.steps = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 1 has a")
+    with pytest.raises(
+        CapacityError,
+        match=r"--model m: cuda:1, which has 60\.00 GiB of 80\.00 GiB free, has no room for the "
+        r"largest steps; a --chunked-prefill-size below 512, .* makes them smaller "
+        r"\(CUDA out of memory\. Tried to allocate 9 GiB\)",
+    ):
+        left_of(0.9)
+
+
+def test_a_pool_that_another_process_was_faster_than_is_an_error_of_the_options(
+    gpu: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two on one card: each has measured before the other has taken its pool."""
+
+    def no_room(*args: object, **layout: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40 GiB. GPU 0 has a")
+
+    monkeypatch.setattr("engine.loading.KVPool.create", no_room)
+    config = WorkerConfig(
+        model=str(save_llama(tmp_path)), listen_address="", device="cpu", max_total_tokens=640
+    )
+    with pytest.raises(
+        CapacityError, match=r"60\.00 GiB of .* no room for a KV pool of 10 pages of 64 tokens"
+    ):
+        load_engine(config)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 64, 100, 256, 500])
