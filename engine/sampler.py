@@ -59,8 +59,10 @@ class SamplingState:
         if params.repetition_penalty != 1.0:
             prompt_seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             prompt_seen[torch.tensor(prompt_ids, dtype=torch.int64, device=device)] = True
-        if params.min_tokens and params.stop_token_ids:
-            held_back = torch.tensor(params.stop_token_ids, dtype=torch.int64, device=device)
+        # A tokenizer's end may lie beyond the vocabulary that the model has rows for.
+        stops = [t for t in params.stop_token_ids if t < vocab_size]
+        if params.min_tokens and stops:
+            held_back = torch.tensor(stops, dtype=torch.int64, device=device)
         lengths = len(prompt_ids), len(output_ids)
         return cls(params, *lengths, bias, prompt_seen, output_counts, held_back)
 

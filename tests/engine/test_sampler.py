@@ -147,6 +147,15 @@ def test_bias_minimum_length_and_penalties():
     assert sample(row, [state(temperature=0.0, prompt=[7], repetition_penalty=2.0)]) == [8]
 
 
+def test_a_stop_token_beyond_the_vocabulary_needs_no_holding_back():
+    row = torch.zeros(1, 64)
+    row[0, 7] = 1.0
+    beyond = state(temperature=0.0, min_tokens=2, stop_token_ids=(64, 10**6))
+    assert sample(row, [beyond]) == [7]
+    both = state(temperature=0.0, min_tokens=2, stop_token_ids=(64, 7, 63))
+    assert sample(row, [both]) == [0]
+
+
 def test_penalty_counts_grow_with_the_output():
     row = torch.zeros(1, 64)
     row[0, 7], row[0, 8] = 1.0, 0.9
