@@ -11,6 +11,7 @@ from kernels.gpu.card import card_of
 from kernels.gpu.shares import MAX_QUERIES
 
 _WIDEST_LATENT = 1023  # what one program's accumulators hold
+_NARROWEST_LATENT = 16  # what one product of a tensor core takes
 _WIDEST_HEAD = 256
 _ALIGNMENT = 16  # bytes, of the copies to shared memory
 _EXPANDED_BYTES = 256 << 20  # of keys and values by head that exist at a time
@@ -26,8 +27,8 @@ def declines(
     """Why a call is not for these kernels, in words; None: it is."""
     if q.dtype != cache.dtype:
         return f"queries are {q.dtype} and the cache {cache.dtype}; they must be equal"
-    if latent_dim is not None and latent_dim > _WIDEST_LATENT:
-        return f"latents are {latent_dim} wide; at most {_WIDEST_LATENT} are taken"
+    if latent_dim is not None and not _NARROWEST_LATENT <= latent_dim <= _WIDEST_LATENT:
+        return f"latents are {latent_dim} wide; {_NARROWEST_LATENT} to {_WIDEST_LATENT} are taken"
     if latent_dim is None and q.shape[-1] > _WIDEST_HEAD:
         return f"heads are {q.shape[-1]} wide; at most {_WIDEST_HEAD} are taken"
     for width in (*cache.stride()[:-1], *widths):

@@ -113,9 +113,11 @@ def _whole(
     PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     KEEP: tl.constexpr,
 ):  # fmt: skip
-    """A program a query and tile of heads."""
-    tile = tl.program_id(0)
-    n = tl.program_id(1)
+    """A program a query and tile of heads, the tiles of a query side by side; in one dimension, as
+    a grid's others are short."""
+    tiles = tl.cdiv(num_heads, BLOCK_H)
+    tile = tl.program_id(0) % tiles
+    n = tl.program_id(0) // tiles
     h = tile * BLOCK_H + tl.arange(0, BLOCK_H)
     end = tl.load(counts + n).to(tl.int32)
     lse += n.to(tl.int64) * num_heads + h
@@ -226,7 +228,7 @@ def mla_latents(
     scale *= LOG2_E
     num_programs = card.num_processors * t.per_processor
     if num * tiles >= 4 * num_programs or num > MAX_QUERIES:
-        _whole[(tiles, num)](
+        _whole[(tiles * num,)](
             q, cache, index, counts, out, out, *strides, num_heads, scale, **sizes, KEEP=False
         )
         return out
@@ -258,7 +260,7 @@ def mla_part(
     q = q if q.stride(-1) == 1 else q.contiguous()
     sizes = _widths(q, cache, latent_dim) | {"PAGE": 0}
     t = tiling_of(num_heads, _padded(sizes), q.dtype, card)
-    _whole[(triton.cdiv(num_heads, t.block_h), num)](
+    _whole[(triton.cdiv(num_heads, t.block_h) * num,)](
         q, cache, rows, counts, out, lse, q.stride(0), q.stride(1), cache.stride(0),
         rows.stride(0), num_heads, scale * LOG2_E, **sizes, **_options(t), KEEP=True,
     )  # fmt: skip

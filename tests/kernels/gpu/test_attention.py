@@ -4,6 +4,8 @@ query may read hold NaN."""
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -209,11 +211,38 @@ def test_parts_merge_and_queries_may_be_strided(dtype: torch.dtype, device: torc
             assert abs(float(lse[i, h]) - float(scores.logsumexp(0))) < 1e-3
 
 
+@pytest.mark.parametrize("num", [1, 70_000])
+def test_a_launch_has_no_more_programs_than_a_card_takes(
+    num: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """65535 at most in all dimensions of a grid but the first; a step may have more queries."""
+    grids: list[tuple[int, ...]] = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *args, **sizes: None
+
+    for kernel in ("_whole", "_shared"):
+        monkeypatch.setattr(mla, kernel, Recorder())
+    monkeypatch.setattr(mla, "merge", lambda *args: None)
+    q, cache = torch.zeros(num, 17, 32, device=device), torch.zeros(4, 32, device=device)
+    rows = torch.zeros(num, 2, dtype=torch.int32, device=device)
+    counts, lse = rows[:, 0], torch.empty(num, 17, 1, device=device)
+    card = Card(4, 8, 1 << 17)
+    mla.mla_latents(q, cache, rows, counts, 0, 16, 0.2, card)
+    mla.mla_part(q, cache, rows, counts, 16, 0.2, card, q, lse)
+    assert len(grids) == 2
+    assert all(size <= 65535 for grid in grids for size in grid[1:])
+    assert math.prod(grids[1]) == 2 * num
+
+
 def test_what_is_declined(device: torch.device) -> None:
     q, cache = torch.zeros(1, 2, 300, device=device), torch.zeros(4, 300, device=device)
     assert gpu.declines(q, cache, 260) is None
     assert "bfloat16" in (gpu.declines(q, cache.bfloat16(), 260) or "")
     assert "2048" in (gpu.declines(q, cache, 2048) or "")
+    assert "8 wide; 16 to 1023" in (gpu.declines(q, cache, 8) or "")
     assert "300" in (gpu.declines(q, cache) or "")
-    assert "36 bytes" in (gpu.declines(q[..., :64], torch.zeros(4, 9, device=device), 8) or "")
+    assert "132 bytes" in (gpu.declines(q[..., :64], torch.zeros(4, 33, device=device), 32) or "")
     assert "40 bytes" in (gpu.declines(q, cache, 260, (64, 10)) or "")
