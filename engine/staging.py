@@ -26,6 +26,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._shares = device.type == "cpu"
         self._buffers: list[_Pinned] = []
         self._next = 0
 
@@ -35,7 +36,7 @@ class Staging:
         """Each array as a tensor on the device, in order with its current stream. `out` (uint8, at
         least `size_of(*arrays)`): device memory to use, so that arrays of the same shapes and
         dtypes always come to the same place."""
-        if self._device.type == "cpu":
+        if self._shares:
             return [torch.from_numpy(array) for array in arrays]
         num_bytes = size_of(*arrays)
         pinned = self._take(num_bytes)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.batch import BatchArrays
 from engine.page_tables import PageTables
 from engine.plan import Extend, Start, StepPlan
 from engine.staging import Staging
 from engine.types import SamplingParams
+from tests.engine.apart import StagingApart, TablesApart, stage_apart
 
 PAGE = 4
 
@@ -43,6 +47,76 @@ def test_a_place_that_is_used_again_keeps_no_page_and_padding_has_none() -> None
     assert tables.table[0].tolist() == [5, 0, 0, 0]
     assert not tables.table[tables.padding].any()
     assert tables.padding == 2
+
+
+class Steps:
+    """Plans of three requests, two places and pages of any number; what the tables then hold."""
+
+    def __init__(self) -> None:
+        self.tables, self.staging = TablesApart(2, 6), StagingApart()
+        self.pages: dict[int, list[int]] = {}
+
+    def take(self, req_index: int, starts: bool, page_start: int, pages: list[int]) -> None:
+        own = [] if starts else self.pages.get(req_index, [])
+        page_start = min(page_start, len(own))
+        pages = pages[: 6 - page_start]
+        extend = Extend(
+            req_index=req_index, token_ids=[1], start=0, page_start=page_start, pages=pages
+        )
+        plan = StepPlan(step=1, starts=[start(req_index)] if starts else [], extends=[extend])
+        self.tables.update(plan, self.staging)
+        self.pages[req_index] = own[:page_start] + pages + own[page_start + len(pages) :]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1), st.booleans(), st.integers(0, 5), st.lists(st.integers(1, 99))
+        ),
+        max_size=12,
+    )
+)
+def test_a_device_holds_the_pages_of_the_requests_that_run_and_no_others(
+    plans: list[tuple[int, bool, int, list[int]]],
+) -> None:
+    """New places, grown contexts, pages that were exchanged; padding has none."""
+    with pytest.MonkeyPatch.context() as patch:
+        stage_apart(patch)
+        steps = Steps()
+        for plan in plans:
+            steps.take(*plan)
+            for req_index in range(2):
+                own = steps.pages.get(req_index, [])
+                assert steps.tables.table[req_index].tolist() == own + [0] * (6 - len(own))
+            assert not steps.tables.table[steps.tables.padding].any()
+
+
+def test_staging_waits_for_a_copy_before_its_memory_is_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Arrays of any size, more of them than copies may be under way; one that needs more memory."""
+    stage_apart(monkeypatch)
+    staging = StagingApart()
+    sent = [
+        [np.arange(n) + 100 * n, np.arange(2 * n, dtype=np.int32).reshape(2, n)]
+        for n in (3, 0, 1, 5, 9000, 2, 9000, 30_000, 4, 1)
+    ]
+    arrived = [staging.send(*arrays) for arrays in sent]
+    for arrays, tensors in zip(sent, arrived, strict=True):
+        for array, tensor in zip(arrays, tensors, strict=True):
+            assert np.array_equal(tensor.numpy(), array) and tensor.numpy().dtype == array.dtype
+
+
+def test_staged_arrays_come_to_the_place_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage_apart(monkeypatch)
+    staging = StagingApart()
+    out = torch.zeros(200, dtype=torch.uint8)
+    for begin in (7, 40):
+        first = np.arange(begin, begin + 3)
+        tensors = staging.send(first, np.array([begin], dtype=np.int32), out=out)
+        assert [t.data_ptr() - out.data_ptr() for t in tensors] == [0, 32]
+        assert out[:24].view(torch.int64).tolist() == first.tolist()
+        assert out[32:36].view(torch.int32).tolist() == [begin]
 
 
 def test_staged_arrays_keep_shape_and_dtype() -> None:

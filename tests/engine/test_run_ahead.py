@@ -11,6 +11,7 @@ import torch
 
 import engine.loading
 from engine.attention.tables import TableAttention
+from tests.engine.apart import run_apart
 from tests.engine.client import Client
 from tests.tiny import save_dsa, save_llama
 
@@ -28,17 +29,29 @@ def from_page_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.loading, "local_attention", TableAttention)
 
 
-def crowd(folder: Path, runs_ahead: bool) -> Client:
-    """Requests that come by and by, some of them aborted, in a pool that is too small for all."""
-    client = Client(folder, **OPTIONS)
+def crowd(folder: Path, runs_ahead: bool, **options) -> Client:
+    """Requests that come by and by, some of them aborted, in a pool that is too small for all and
+    holds nothing but NaN at first; with prefixes in common, and every way to choose and to end."""
+    client = Client(folder, **OPTIONS, **options)
+    for buffer in client.engine.leader.pool.buffers():
+        buffer.fill_(torch.nan)
     client.engine.leader.runner.runs_ahead = runs_ahead
     rng = random.Random(4)
-    for i in range(12):
-        prompt = [rng.randrange(3, 199) for _ in range(rng.choice([1, 30, 50, 60]))]
-        sampling = {"max_tokens": rng.choice([1, 20, 40, 70]), "seed": i}
+    prefix = [rng.randrange(3, 199) for _ in range(64)]
+    for i in range(20):
+        prompt = [rng.randrange(3, 199) for _ in range(rng.choice([1, 30, 50, 63, 64, 65]))]
+        prompt = prefix + prompt if rng.random() < 0.3 else prompt
+        sampling = {"max_tokens": rng.choice([1, 2, 20, 40, 70]), "seed": i}
         sampling["temperature"] = rng.choice([0.0] * 5 + [0.8] * 4)
         if rng.random() < 0.1:
             sampling["logprobs"] = 1
+        if rng.random() < 0.4:
+            sampling["stop_token_ids"] = tuple(rng.sample(range(3, 199), 12))
+            sampling["min_tokens"] = rng.choice([0, 0, 4])
+        if rng.random() < 0.1:
+            sampling["frequency_penalty"] = 0.5
+        if rng.random() < 0.3:
+            sampling |= {"top_p": 0.9, "top_k": rng.choice([0, 1, 50])}
         client.submit(f"r{i}", prompt, **sampling)
         for _ in range(rng.choice([0, 0, 0, 5])):
             client.step()
@@ -46,15 +59,34 @@ def crowd(folder: Path, runs_ahead: bool) -> Client:
             client.abort(f"r{i}")
     client.run()
     assert client.engine.scheduler.counts["retracted"] > 0
+    assert {end.finish_reason for end in client.ends.values()} == {"stop", "length", "abort"}
     return client
 
 
-def test_the_same_tokens_as_without(folder):
-    without, ahead = crowd(folder, runs_ahead=False), crowd(folder, runs_ahead=True)
-    assert ahead.tokens == without.tokens
+@pytest.fixture(scope="module")
+def answers(folder) -> dict[str, list[int]]:
+    """Of the crowd, each step planned before it is begun."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.loading, "local_attention", TableAttention)
+        client = crowd(folder, runs_ahead=False)
+    assert not client.engine.leader.runner.ahead_counts
+    return client.tokens
+
+
+def test_the_same_tokens_as_without(folder, answers):
+    ahead = crowd(folder, runs_ahead=True)
+    assert ahead.tokens == answers
     counts = ahead.engine.leader.runner.ahead_counts
     assert counts["taken"] > 50 and counts["dropped"] > 0
-    assert not without.engine.leader.runner.ahead_counts
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_the_same_tokens_on_a_device_that_is_apart(folder, answers, cuda_graphs, monkeypatch):
+    """Batches are padded there, with requests of a page that was never written."""
+    run_apart(monkeypatch)
+    ahead = crowd(folder, runs_ahead=True, cuda_graphs=cuda_graphs)
+    assert ahead.tokens == answers
+    assert ahead.engine.leader.runner.ahead_counts["taken"] > 50
 
 
 def test_a_request_alone_is_always_ahead(folder):
