@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.host_side import HostCopyError
 from kvcache.host_copies import Copy, Lane, Step, ThreadCopier
 from kvcache.host_size import HostMemoryError
 from kvcache.transfer.loopback import LoopbackNetwork
+from tests.engine.apart import run_apart
 from tests.engine.client import Client
 from tests.engine.handoff.pair import Pair
 from tests.tiny import save_dsa, save_llama, save_mla
@@ -227,6 +229,25 @@ def test_a_layer_is_read_only_once_its_bytes_are_there(folders, monkeypatch, mod
         assert_settled(client)
     finally:
         client.close()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_recorded_decode_reads_layers_only_once_their_bytes_are_there(
+    folders, monkeypatch, model
+):
+    """Of a prompt that is loaded back but for its last token, the prefill is a decode's work."""
+    run_apart(monkeypatch)
+    monkeypatch.setattr("kvcache.host_tier.new_copier", lambda device: Lazy())
+    client = tiered(folders[model], 10)
+    asked = prompt(4 * PAGE + 1, seed=1)
+    expected = list(ask(client, "first", asked))
+    ask(client, "other", prompt(9 * PAGE, seed=3))
+    for buffer in client.engine.leader.pool.buffers():
+        buffer.fill_(torch.nan)
+    assert ask(client, "again", asked) == expected
+    assert client.ends["again"].cached_host_tokens == 4 * PAGE
+    assert_settled(client)
+    client.close()
 
 
 class Gate(ThreadCopier):

@@ -12,7 +12,7 @@ import pytest
 
 from engine.channel import Channel
 from engine.config import WorkerConfig
-from engine.handoff.room import Reservation
+from engine.handoff.room import Incoming, Reservation
 from engine.health import HealthServer, Vitals
 from engine.loading import load_engine
 from engine.messages import Drain, Handoff, Outputs, Prefill, Submit
@@ -157,6 +157,38 @@ def test_a_failed_step_ends_its_requests_and_a_lost_device_the_worker(
     monkeypatch.setattr(rank, "settle", raises("the device is lost"))
     with pytest.raises(RuntimeError, match="the device is lost"):
         step("c")
+    worker._channel.close()
+    worker._engine.close()
+
+
+def test_pages_are_settled_before_another_worker_is_asked_to_write_into_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = LoopbackNetwork()
+    monkeypatch.setattr("engine.loading.MooncakeEngine", lambda host, protocol: network.engine())
+    address = f"ipc://{tmp_path}/w"
+    config = WorkerConfig(
+        model=str(save_dsa(tmp_path)),
+        listen_address=address,
+        role="decode",
+        device="cpu",
+        dtype="float32",
+        max_total_tokens=1024,
+    )
+    worker = Worker(config, load_engine(config), Channel("worker", "w", bind=address))
+    happened: list[object] = []
+    monkeypatch.setattr(
+        type(worker._engine.leader), "settle", lambda rank: happened.append("settled")
+    )
+    monkeypatch.setattr(
+        worker._channel, "send", lambda peer, message: happened.append(type(message))
+    )
+    request = Request(rid="a", token_ids=[5, 6, 7], sampling=SamplingParams(max_tokens=4))
+    incoming = Incoming("room", f"ipc://{tmp_path}/p", "frontend", "")
+    worker._scheduler.submit(request, [], incoming=incoming)
+    with worker._lock:
+        worker._turn()
+    assert happened == ["settled", Prefill]
     worker._channel.close()
     worker._engine.close()
 

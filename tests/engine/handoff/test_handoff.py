@@ -19,6 +19,7 @@ from engine.types import ModelId
 from kvcache.transfer.base import LATE_BYTES_S
 from kvcache.transfer.digest import page_digest
 from kvcache.transfer.loopback import LoopbackEngine, LoopbackNetwork
+from tests.engine.apart import run_apart
 from tests.engine.client import Client
 from tests.engine.handoff.pair import DECODE, FRONT, PREFILL, Pair
 from tests.tiny import save_dsa, save_llama, save_mla
@@ -114,6 +115,27 @@ def test_handed_over_equals_colocated(model: Path, cp_size: int) -> None:
         assert not pair.hand_backs
     finally:
         pair.close()
+
+
+def test_handed_over_to_one_that_runs_ahead(dsa: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: requests arrive while a step is under way that knows nothing of them."""
+    network = LoopbackNetwork()
+    monkeypatch.setattr("engine.loading.MooncakeEngine", lambda host, protocol: network.engine())
+    asked = requests()
+    expected = alone(dsa, asked)
+    run_apart(monkeypatch)
+    pair = Pair(dsa, prefill=POOL, decode={"max_total_tokens": 12 * PAGE})
+    for rid, (token_ids, sampling) in asked.items():
+        pair.submit(rid, token_ids, **sampling)
+        pair.turn()
+        pair.turn()
+    pair.run()
+    assert pair.from_decode == set(asked) and not pair.hand_backs
+    assert {rid: pair.tokens(rid) for rid in asked} == expected.tokens
+    counts = pair.decode.engine.leader.runner.ahead_counts
+    assert counts["taken"] > 0 and counts["dropped"] > 0
+    pair.assert_all_given_back()
+    pair.close()
 
 
 def test_every_page_arrives_once_and_whole(pair: Pair) -> None:

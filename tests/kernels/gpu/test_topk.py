@@ -45,7 +45,9 @@ def test_rows_of_many_groups(kind: str, device: torch.device) -> None:
     scores = draw(kind, 5, 50, device)
     counts = torch.tensor([50, 0, 3, 5, 17], device=device)
     for row, count in zip(scores, counts.tolist(), strict=True):
-        row[count if count > 5 else 0 :] = torch.nan  # never read
+        row[count:] = torch.nan  # never read
+        if count <= 5:
+            row[:] = -torch.inf  # nor these, of which none would be chosen
     out = torch.full((5, 5), 99, dtype=torch.int32, device=device)
     select(scores, counts, 5, out, tile=SMALL)
     some = [by_sorting(scores[i, :n].cpu(), 5) for i, n in ((0, 50), (4, 17))]
@@ -65,13 +67,16 @@ def test_minus_infinity_over_several_levels(device: torch.device) -> None:
 
 def test_the_sieve_leaves_alone_what_it_cannot_serve(device: torch.device) -> None:
     tile = Tile(group=256, piece=(8, 16), per_sampled=2)
-    scores = torch.cat([draw(kind, 1, 512, device) for kind in ("normal", "equal", "skewed")])
-    counts = torch.tensor([512, 512, 500], device=device)
+    kinds = ("normal", "equal", "skewed", "normal")
+    scores = torch.cat([draw(kind, 1, 512, device) for kind in kinds])
+    counts = torch.tensor([512, 512, 500, 512], device=device)
+    # All of the 60 best are in the sample, which takes them for the best of 120.
+    scores[3, [2 * i + (i * 2654435769 % 2**32 >> 8) % 2 for i in range(100, 160)]] += 20
     scores[2, 500:] = torch.nan
     want = [by_sorting(scores[i, :n].cpu(), 64) for i, n in enumerate(counts.tolist())]
-    out = torch.full((3, 64), 99, dtype=torch.int32, device=device)
-    assert select_sieved(scores, counts, 64, out, tile).tolist() == [-1, 512, -1]
+    out = torch.full((4, 64), 99, dtype=torch.int32, device=device)
+    assert select_sieved(scores, counts, 64, out, tile).tolist() == [-1, 512, -1, 512]
     assert [out[0].tolist(), out[2].tolist()] == [want[0], want[2]]
-    assert out[1].tolist() == [99] * 64
+    assert out[1].tolist() == out[3].tolist() == [99] * 64
     select(scores, counts, 64, out, tile=tile, sieves=True)
     assert out.tolist() == want
