@@ -11,6 +11,9 @@ import torch
 
 import engine.loading
 from engine.attention.tables import TableAttention
+from engine.plan import Extend, Start, StepPlan
+from engine.run_ahead import BegunDecode, TokenRead
+from engine.types import SamplingParams
 from tests.engine.apart import run_apart
 from tests.engine.client import Client
 from tests.tiny import save_dsa, save_llama
@@ -112,3 +115,24 @@ def test_pages_are_settled_once_the_device_has_done_all_it_was_given(folder, mon
     monkeypatch.setattr(runner, "_mesh", SimpleNamespace(device=torch.device("cuda")))
     client.engine.leader.settle()
     assert waited == [True]
+
+
+def test_a_plan_takes_what_was_begun_for_the_same_tokens_and_nothing_else():
+    tokens = torch.tensor([50, 51, 52])
+    begun = BegunDecode((4, 2, 7), (10, 3, 5), tokens, TokenRead(tokens))
+
+    def rows(*extends: Extend, starts: tuple[Start, ...] = ()) -> list[int] | None:
+        return begun.rows_of(StepPlan(step=1, starts=list(starts), extends=list(extends)))
+
+    def extend(req_index: int, start: int, **fields) -> Extend:
+        return Extend(**{"req_index": req_index, "token_ids": [9], "start": start, **fields})
+
+    assert rows(extend(7, 5), extend(4, 10)) == [2, 0]
+    assert rows(extend(4, 10), extend(2, 3), extend(7, 5, pages=[3])) == [0, 1, 2]
+    assert rows(extend(4, 10), extend(2, 4)) is None  # another position
+    assert rows(extend(4, 10), extend(3, 3)) is None  # another request
+    assert rows(extend(4, 10, token_ids=[9, 9])) is None
+    assert rows(extend(4, 10, targets=[9])) is None
+    assert rows(extend(4, 10, samples=False)) is None
+    start = Start(req_index=2, sampling=SamplingParams(max_tokens=1), prompt_ids=[1])
+    assert rows(extend(4, 10), extend(2, 3), starts=(start,)) is None

@@ -130,7 +130,8 @@ def test_gqa_reads_its_own_pages(
             check(found[n, h], softmaxed(q[n, h], k, v, 0.3), dtype)
 
 
-@pytest.mark.parametrize(("start", "num"), [(0, 37), (70, 33), (60, 2)])
+# The last query of the first sees a key more than whole blocks hold.
+@pytest.mark.parametrize(("start", "num"), [(0, 65), (70, 33), (60, 2)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 1, 24)])
 def test_gqa_prefill(
     start: int,
