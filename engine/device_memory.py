@@ -17,7 +17,7 @@ from engine.batch import ForwardBatch
 from engine.capacity import CapacityError, gib
 from engine.config import WorkerConfig
 from engine.model.base import Model
-from engine.sampler import SamplingState, sample
+from engine.sampler import LogprobRequest, SamplingState, sample, score
 from engine.types import SamplingParams
 from kernels.streamed import workspace_bytes
 from kvcache.pool import KVPool
@@ -159,7 +159,12 @@ def measure_steps(
 
 
 def _sample(model: Model, hidden: torch.Tensor, device: torch.device) -> None:
-    """As much as sampling takes: every row is drawn, of a nucleus that may be the vocabulary."""
-    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.999)
+    """As much as sampling takes: every row is edited, drawn of what may be the whole vocabulary,
+    and scored."""
+    params = SamplingParams(
+        max_tokens=1, top_p=0.999, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=1
+    )
     states = [SamplingState.new(params, [0], [], model.vocab_size, device) for _ in hidden]
-    sample(model.logits(hidden), states)
+    logits = model.logits(hidden)
+    sample(logits, states)
+    score(logits, [LogprobRequest(row, 0, 1) for row in range(len(hidden))])

@@ -1,5 +1,5 @@
 """What is said where a model or a KV pool does not fit a GPU, and which sizes decodes are recorded
-in. The measuring itself needs a device: tests/gpu."""
+in. What measuring finds needs a device: tests/gpu."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ import engine.device_memory
 from engine.capacity import Capacity, CapacityError, check_pool_fits
 from engine.config import WorkerConfig
 from engine.decode_graphs import batch_sizes
-from engine.device_memory import StepMemory, check_weights_fit, free_device_bytes
+from engine.device_memory import (
+    StepMemory,
+    check_weights_fit,
+    free_device_bytes,
+    measure_steps,
+)
 from engine.loading import load_engine
+from engine.model.registry import load_model
 from tests.tiny import save_llama
 
 GIB = 1 << 30
@@ -125,6 +131,38 @@ def test_a_pool_that_another_process_was_faster_than_is_an_error_of_the_options(
         CapacityError, match=r"60\.00 GiB of .* no room for a KV pool of 10 pages of 64 tokens"
     ):
         load_engine(config)
+
+
+def test_the_largest_steps_are_those_that_can_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk and the most decodes, both at the end of the longest context, whose tokens are chosen
+    in every way that takes memory."""
+    peaks = iter([700, 30])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
+    cpu = torch.device("cpu")
+    model = load_model(save_llama(tmp_path), cpu, torch.float32, None)
+    steps: list[tuple[int, int]] = []
+    forward, sampled, scored = model.forward, [], []
+
+    def spied(token_ids: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
+        steps.append((len(token_ids), int(positions.max())))
+        return forward(token_ids, positions, attention)
+
+    monkeypatch.setattr(model, "forward", spied)
+    monkeypatch.setattr(engine.device_memory, "sample", lambda logits, how: sampled.append(how))
+    monkeypatch.setattr(engine.device_memory, "score", lambda logits, how: scored.append(how))
+    found = measure_steps(
+        model, torch.float32, cpu, page_size=64, context_length=100, chunk_size=512, max_running=7
+    )
+    assert found == StepMemory(695, 25)
+    assert steps == [(100, 99), (7, 99)]
+    assert [len(part) for part in sampled] == [len(part) for part in scored] == [7, 7]
+    for state in (state for part in sampled for state in part):
+        assert state.bias is not None and state.output_counts is not None
+        assert state.prompt_seen is not None and state.draw().temperature > 0
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 64, 100, 256, 500])
