@@ -39,7 +39,8 @@ def _gate(
         score = tl.exp(logit - tl.max(tl.max(logit, axis=1), axis=0))
         score = score / tl.sum(tl.sum(score, axis=1), axis=0)
         choice = score
-    choice = tl.where(exists, choice, lowest)
+    # NaN is nobody's choice: a token of nothing else goes to expert 0, not to one that is none.
+    choice = tl.where(exists & (choice == choice), choice, lowest)
     if GROUPS > 1:
         best = tl.max(choice, axis=1)  # [GROUP_COUNT]
         if SIGMOID:

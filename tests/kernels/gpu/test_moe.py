@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -62,3 +64,18 @@ def test_gates(experts, top_k, groups, kept, normalise, factor, device) -> None:
             want = sigmoid_gate(logits.cpu(), own_bias.cpu(), *args, **options)
         assert torch.equal(got[0].cpu(), want[0])
         assert torch.allclose(got[1].cpu(), want[1], rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_token_of_nan_goes_to_experts_and_disturbs_no_other(groups, has_bias, device) -> None:
+    logits = torch.randn(4, 12, device=device)
+    bias = torch.randn(12, device=device) if has_bias else None
+    want = route.gate(logits[::3], bias, 3, *groups, True, 2.5)
+    logits[1] = torch.nan
+    logits[2, 1:] = torch.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of the interpreter
+        ids, weights = route.gate(logits, bias, 3, *groups, True, 2.5)
+    assert bool(((ids >= 0) & (ids < 12)).all())
+    assert torch.equal(ids[::3], want[0]) and torch.equal(weights[::3], want[1])
