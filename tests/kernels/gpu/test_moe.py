@@ -27,6 +27,7 @@ def test_experts(shape, dtype, weights_first, device) -> None:
     w13 = (torch.randn(experts, 2 * inner, hidden, device=device) * hidden**-0.5).to(dtype)
     w2 = (torch.randn(experts, hidden, inner, device=device) * inner**-0.5).to(dtype)
     ids = torch.randint(0, experts - 1, (tokens, top_k), device=device)  # one expert has no token
+    ids[0, 0] = 0  # what a later expert writes past its rows would be seen here
     weights = torch.rand(tokens, top_k, device=device)
     h, shared = (torch.randn(tokens, hidden, device=device).to(dtype) for _ in range(2))
     exact = moe_reference(x.double(), w13.double(), w2.double(), ids, weights.double())
