@@ -18,7 +18,8 @@ from tests.engine.apart import run_apart
 from tests.engine.client import Client
 from tests.tiny import save_dsa, save_llama
 
-OPTIONS = {"max_total_tokens": 64 * 4, "chunked_prefill_size": 37, "max_running_requests": 8}
+OPTIONS = {"chunked_prefill_size": 37, "max_running_requests": 8}
+FEW_PAGES, MANY_PAGES = 4, 16  # requests are retracted; up to six run at once
 
 
 @pytest.fixture(scope="module", params=[save_dsa, save_llama], ids=["dsa", "llama"])
@@ -32,10 +33,10 @@ def from_page_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.loading, "local_attention", TableAttention)
 
 
-def crowd(folder: Path, runs_ahead: bool, **options) -> Client:
+def crowd(folder: Path, runs_ahead: bool, num_pages: int, **options) -> Client:
     """Requests that come by and by, some of them aborted, in a pool that is too small for all and
     holds nothing but NaN at first; with prefixes in common, and every way to choose and to end."""
-    client = Client(folder, **OPTIONS, **options)
+    client = Client(folder, max_total_tokens=64 * num_pages, **OPTIONS, **options)
     for buffer in client.engine.leader.pool.buffers():
         buffer.fill_(torch.nan)
     client.engine.leader.runner.runs_ahead = runs_ahead
@@ -61,50 +62,62 @@ def crowd(folder: Path, runs_ahead: bool, **options) -> Client:
         if rng.random() < 0.15:
             client.abort(f"r{i}")
     client.run()
-    assert client.engine.scheduler.counts["retracted"] > 0
+    assert num_pages == MANY_PAGES or client.engine.scheduler.counts["retracted"] > 0
     assert {end.finish_reason for end in client.ends.values()} == {"stop", "length", "abort"}
     return client
 
 
 @pytest.fixture(scope="module")
-def answers(folder) -> dict[str, list[int]]:
-    """Of the crowd, each step planned before it is begun."""
+def answers(folder) -> dict[int, dict[str, list[int]]]:
+    """Of the crowd by the size of its pool, each step planned before it is begun."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.loading, "local_attention", TableAttention)
-        client = crowd(folder, runs_ahead=False)
-    assert not client.engine.leader.runner.ahead_counts
-    return client.tokens
+        clients = {n: crowd(folder, False, n) for n in (FEW_PAGES, MANY_PAGES)}
+    assert not any(client.engine.leader.runner.ahead_counts for client in clients.values())
+    return {n: client.tokens for n, client in clients.items()}
 
 
 def test_the_same_tokens_as_without(folder, answers):
-    ahead = crowd(folder, runs_ahead=True)
-    assert ahead.tokens == answers
+    ahead = crowd(folder, True, FEW_PAGES)
+    assert ahead.tokens == answers[FEW_PAGES]
     counts = ahead.engine.leader.runner.ahead_counts
     assert counts["taken"] > 50 and counts["dropped"] > 0
 
 
-@pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_the_same_tokens_on_a_device_that_is_apart(folder, answers, cuda_graphs, monkeypatch):
-    """Batches are padded there, with requests of a page that was never written."""
+@pytest.mark.parametrize(
+    ("cuda_graphs", "num_pages"), [(True, FEW_PAGES), (True, MANY_PAGES), (False, MANY_PAGES)]
+)
+def test_the_same_tokens_on_a_device_that_is_apart(
+    folder, answers, cuda_graphs, num_pages, monkeypatch
+):
+    """Batches of 3, 5 and 6 are padded there, with requests of a page that was never written."""
     run_apart(monkeypatch)
-    ahead = crowd(folder, runs_ahead=True, cuda_graphs=cuda_graphs)
-    assert ahead.tokens == answers
-    assert ahead.engine.leader.runner.ahead_counts["taken"] > 50
+    ahead = crowd(folder, True, num_pages, cuda_graphs=cuda_graphs)
+    assert ahead.tokens == answers[num_pages]
+    assert ahead.engine.leader.runner.ahead_counts["taken"] > 0
 
 
-def test_a_request_alone_is_always_ahead(folder):
-    """Also over page borders; and nothing is begun after the last token."""
-    client = Client(folder, max_total_tokens=64 * 6)
-    client.submit("alone", [5, 6, 7], max_tokens=150, temperature=0.0)
-    client.run()
-    # One token is the prefill's, one is of a step begun when it was planned.
-    assert client.engine.leader.runner.ahead_counts == {"taken": 148}
+def test_a_request_alone_is_always_ahead(folder, monkeypatch):
+    """Also over page borders, and where it has just enough context to select from it; nothing is
+    begun after the last token. With recorded steps as without."""
+    answers = []
+    for is_apart in (False, True):
+        if is_apart:
+            run_apart(monkeypatch)
+        client = Client(folder, max_total_tokens=64 * 6)
+        client.submit("alone", [5, 6, 7], max_tokens=150, temperature=0.0)
+        client.run()
+        # One token is the prefill's, one is of a step begun when it was planned.
+        assert client.engine.leader.runner.ahead_counts == {"taken": 148}
+        assert client.engine.leader.runner._ahead is None
+        answers.append(client.tokens["alone"])
+    assert answers[0] == answers[1]
 
 
 def test_pages_are_settled_once_the_device_has_done_all_it_was_given(folder, monkeypatch):
     """Also where nothing was begun ahead: a chunk of a prompt samples nothing, so that nobody has
     waited for it."""
-    client = Client(folder, **OPTIONS)
+    client = Client(folder, max_total_tokens=64 * FEW_PAGES, **OPTIONS)
     client.submit("long", list(range(3, 103)))
     client.step()
     runner = client.engine.leader.runner
