@@ -114,6 +114,23 @@ def test_a_request_alone_is_always_ahead(folder, monkeypatch):
     assert answers[0] == answers[1]
 
 
+def test_a_request_that_has_yet_to_get_its_page_is_not_computed_ahead(folder):
+    """The younger has taken the last page and gives it up when the older one needs it: the plan is
+    then for just the token that a step begun before would have written to nowhere."""
+    answers = []
+    for runs_ahead in (False, True):
+        client = Client(folder, max_total_tokens=64 * 3, **OPTIONS)
+        for buffer in client.engine.leader.pool.buffers():
+            buffer.fill_(torch.nan)
+        client.engine.leader.runner.runs_ahead = runs_ahead
+        client.submit("older", list(range(3, 43)), max_tokens=60, temperature=0.0)
+        client.submit("younger", list(range(50, 110)), max_tokens=60, temperature=0.0)
+        client.run()
+        assert client.engine.scheduler.counts["retracted"] == 1
+        answers.append(client.tokens)
+    assert answers[0] == answers[1]
+
+
 def test_pages_are_settled_once_the_device_has_done_all_it_was_given(folder, monkeypatch):
     """Also where nothing was begun ahead: a chunk of a prompt samples nothing, so that nobody has
     waited for it."""
