@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from kernels.dispatch import fall_back, gpu_kernels
+from kernels.fp8_keys import Fp8Keys, IndexKeys
 from kernels.index_logits import index_logits, index_logits_rows
 from kernels.topk import MOST_ON_GPU, exact_topk
 
@@ -25,7 +26,7 @@ _MOST_DIM: Final = 256
 def causal(
     q: torch.Tensor,  # [M, index_n_heads, index_head_dim], scaled
     weights: torch.Tensor,  # [M, index_n_heads] float32, scaled
-    keys: torch.Tensor,  # [rows, index_head_dim]
+    keys: IndexKeys,  # [rows, index_head_dim]
     pages: torch.Tensor,  # [P] int32 row pages of the context, in order
     start: int,
     page_size: int,
@@ -44,7 +45,7 @@ def causal(
         from kernels.gpu import index_topk as gpu
 
         return gpu.causal(q, weights, keys, pages, start, page_size, topk)
-    own = keys[rows_of(pages, torch.arange(context, device=q.device), page_size)]
+    own = keys[rows_of(pages, torch.arange(context, device=q.device), page_size).long()]
     positions = torch.arange(start, context, device=q.device)
     step = max(1, _WORKSPACE_BYTES // (4 * num_heads * context))
     parts = []
@@ -60,7 +61,7 @@ def causal(
 def paged(
     q: torch.Tensor,  # [N, index_n_heads, index_head_dim], scaled
     weights: torch.Tensor,  # [N, index_n_heads] float32, scaled
-    keys: torch.Tensor,  # [rows, index_head_dim]
+    keys: IndexKeys,  # [rows, index_head_dim]
     pages: torch.Tensor,  # [N, P] int32 row pages; beyond a context they may name any page
     counts: torch.Tensor,  # [N] int32 or int64, 0 .. P · page_size: tokens that query n sees
     page_size: int,
@@ -107,19 +108,25 @@ def rows_of(
 
 
 def _on_gpu(
-    q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, pages: torch.Tensor, topk: int
+    q: torch.Tensor,
+    keys: IndexKeys,
+    weights: torch.Tensor,
+    pages: torch.Tensor,
+    topk: int,
 ) -> bool:
-    if not gpu_kernels(q, keys, weights, pages):
+    stored = keys.pages if isinstance(keys, Fp8Keys) else keys
+    if not gpu_kernels(q, stored, weights, pages):
         return False
     heads, dim = q.shape[1:]
-    if heads > _MOST_HEADS or dim > _MOST_DIM or topk > MOST_ON_GPU or q.dtype != keys.dtype:
+    is_one_dtype = isinstance(keys, Fp8Keys) or q.dtype == stored.dtype
+    if heads > _MOST_HEADS or dim > _MOST_DIM or topk > MOST_ON_GPU or not is_one_dtype:
         fall_back(
             "index top-k",
-            f"it has {heads} heads of {dim} in {q.dtype}, keys in {keys.dtype} and topk {topk}; "
+            f"it has {heads} heads of {dim} in {q.dtype}, keys in {stored.dtype} and topk {topk}; "
             f"at most {_MOST_HEADS} heads of {_MOST_DIM}, one dtype and topk {MOST_ON_GPU} fit",
         )
         return False
-    return q.stride(2) == keys.stride(1) == weights.stride(1) == 1
+    return q.stride(2) == stored.stride(1) == weights.stride(1) == 1
 
 
 def _padded(positions: torch.Tensor, topk: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ class Card:
     num_processors: int  # multiprocessors
     capability: int  # major compute capability
     shared_bytes: int  # of memory that one program may have on its multiprocessor
+    multiplies_fp8: bool = False  # its tensor cores take e4m3
 
 
 @functools.cache
@@ -25,4 +26,10 @@ def card_of(device: torch.device) -> Card:
     properties = torch.cuda.get_device_properties(device)
     index = torch.cuda.current_device() if device.index is None else device.index
     limits = triton.runtime.driver.active.utils.get_device_properties(index)
-    return Card(properties.multi_processor_count, properties.major, limits["max_shared_mem"])
+    multiplies_fp8 = (properties.major, properties.minor) >= (8, 9)
+    return Card(
+        properties.multi_processor_count,
+        properties.major,
+        limits["max_shared_mem"],
+        multiplies_fp8,
+    )

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu import index_logits
+from kernels.fp8_keys import Fp8Keys, IndexKeys
+from kernels.gpu import fp8, index_logits
 from kernels.gpu.topk import select
 
 _WORKSPACE_BYTES: Final = 256 << 20  # of float32 scores at a time
@@ -18,13 +19,14 @@ _WORKSPACE_BYTES: Final = 256 << 20  # of float32 scores at a time
 def causal(
     q: torch.Tensor,  # [M, H, D]
     weights: torch.Tensor,  # [M, H] float32
-    keys: torch.Tensor,  # [rows, D]
+    keys: IndexKeys,  # [rows, D]
     pages: torch.Tensor,  # [P] int32
     start: int,
     page_size: int,
     topk: int,
     workspace_bytes: int = _WORKSPACE_BYTES,
 ) -> torch.Tensor:  # [M, topk] int32
+    q, weights = _as_keys(q, weights, keys)
     num_queries = len(q)
     context = start + num_queries
     out = torch.empty((num_queries, topk), dtype=torch.int32, device=q.device)
@@ -45,12 +47,13 @@ def causal(
 def paged(
     q: torch.Tensor,  # [N, H, D]
     weights: torch.Tensor,  # [N, H] float32
-    keys: torch.Tensor,  # [rows, D]
+    keys: IndexKeys,  # [rows, D]
     pages: torch.Tensor,  # [N, P] int32
     counts: torch.Tensor,  # [N]
     page_size: int,
     topk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [N, topk] int32, [N] as counts
+    q, weights = _as_keys(q, weights, keys)
     num, width = len(q), pages.shape[1] * page_size
     out = torch.empty((num, topk), dtype=torch.int32, device=q.device)
     scores = torch.empty((num, width), dtype=torch.float32, device=q.device)
@@ -59,6 +62,13 @@ def paged(
     )
     select(scores, counts, topk, out)
     return out, counts.clamp_max(topk)
+
+
+def _as_keys(
+    q: torch.Tensor, weights: torch.Tensor, keys: IndexKeys
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantised where the keys are."""
+    return fp8.quantise_queries(q, weights) if isinstance(keys, Fp8Keys) else (q, weights)
 
 
 @triton.jit

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kernels.gpu import index_logits, index_topk
+import kernels.index_logits as reference
+from kernels.fp8_keys import E4M3, Fp8Keys, store_keys
+from kernels.fp8_keys import quantise_queries as reference_queries
+from kernels.gpu import fp8, index_logits, index_topk
+from kernels.gpu.card import card_of
 from kernels.index_topk import rows_of
+from tests.kernels.fp8_by_hand import HARD
 
 
 def cache(
@@ -97,3 +104,120 @@ def test_rows(device: torch.device) -> None:
     for own, at in ((pages, positions), (pages[0], positions[2])):
         want = rows_of(own.cpu(), at.cpu(), 4)
         assert torch.equal(index_topk.rows_of(own, at, 4).cpu(), want)
+
+
+def hold_in_fp8(keys: torch.Tensor, page: int) -> Fp8Keys:
+    """Pages of these keys; those of NaN are bytes of 0xFF, as are their scales."""
+    cache = Fp8Keys(
+        torch.full(
+            (len(keys) // page, page * (keys.shape[1] + 4)),
+            0xFF,
+            dtype=torch.uint8,
+            device=keys.device,
+        ),
+        page,
+    )
+    rows = (~keys.isnan().any(1)).nonzero()[:, 0]
+    fp8.store_keys(cache, rows, rows, keys)
+    return cache
+
+
+FP8_CASES = [(4, 16, 16, DTYPES[0]), (9, 48, 64, DTYPES[-1]), (1, 256, 4, torch.float32)]
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("heads, dim, page, dtype", FP8_CASES)
+def test_choices_in_fp8(heads, dim, page, dtype, native, device, monkeypatch) -> None:
+    """Small whole numbers are e4m3's, also by powers of two: every choice is exact."""
+    if device.type == "cuda" and native and not card_of(device).multiplies_fp8:
+        pytest.skip("this card does not multiply e4m3")
+    own = replace(card_of(device), multiplies_fp8=native)
+    monkeypatch.setattr(index_logits, "card_of", lambda device: own)
+    start, num = 43, 5
+    keys, pages = cache(1, -(-(start + num) // page) + 1, page, dim, dtype, device)
+    keys = keys.mul(1.2).round()
+    keys[int(pages[0, -1]) * page :][:page] = torch.nan
+    q, weights = whole(num, heads, dim, dtype, device)
+    want = scores_of(q, weights, keys, pages[:, :-1].expand(num, -1), page)
+    held = hold_in_fp8(keys, page)
+    for topk in (46, 12):
+        got = index_topk.causal(q, weights, held, pages[0], start, page, topk, 3 * 64 * 4)
+        assert got.tolist() == [best(want[i], start + i + 1, topk) for i in range(num)]
+    contexts = torch.tensor([64, 0, 12, 13, 50], device=device)
+    keys, pages = cache(5, -(-64 // page), page, dim, dtype, device)
+    keys = keys.mul(1.2).round()
+    want = scores_of(q, weights, keys, pages, page)
+    for n, context in enumerate(contexts.tolist()):
+        for position in range(context, pages.shape[1] * page):
+            keys[int(pages[n, position // page]) * page + position % page] = torch.nan
+    got, num_chosen = index_topk.paged(
+        q, weights, hold_in_fp8(keys, page), pages, contexts, page, 12
+    )
+    assert num_chosen.tolist() == contexts.clamp_max(12).tolist()
+    assert got.tolist() == [best(want[n], c, 12) for n, c in enumerate(contexts.tolist())]
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("heads, dim, page", [(8, 128, 64), (9, 256, 64), (3, 80, 16)])
+def test_scores_in_fp8(heads, dim, page, native, device) -> None:
+    """Those of the torch form: only the order of sums may differ."""
+    if device.type == "cuda" and native and not card_of(device).multiplies_fp8:
+        pytest.skip("this card does not multiply e4m3")
+    # Tensor cores add the products of e4m3 with 13 binary digits after the point.
+    tolerance = 1e-3 if device.type == "cuda" and native else 1e-6
+    num_pages = 200 // page + 1
+    keys, pages = cache(3, num_pages, page, dim, torch.float32, device)
+    keys *= torch.logspace(-4, 4, len(keys), base=2, device=device)[:, None]
+    q = torch.randn(3, heads, 2 * dim, device=device)[..., dim:]
+    weights = torch.randn(3, heads, device=device)
+    held = hold_in_fp8(keys, page)
+    own, scaled = fp8.quantise_queries(q, weights)
+    inside = torch.arange(page, device=device)
+    rows = (pages.long()[..., None] * page + inside).flatten(1)
+    counts = torch.tensor([200, 100, 1], device=device)
+    want = [
+        reference.index_logits(q[n, None], weights[n, None], held[rows[n]])[0] for n in range(3)
+    ]
+    out = torch.full((3, num_pages * page), torch.nan, device=device)
+    index_logits.paged(own, scaled, held, pages, counts, page, out, 2, native=native)
+    for n, count in enumerate(counts.tolist()):
+        error = (out[n, :count] - want[n][:count]).norm()
+        assert error <= tolerance * want[n][:count].norm()
+        assert bool(out[n, count:].isnan().all())
+    out = torch.full((3, num_pages * page), torch.nan, device=device)
+    index_logits.causal(own, scaled, held, pages[0], 150, page, out, native=native)
+    want = reference.index_logits(q, weights, held[rows[0]])
+    for i in range(3):
+        seen = 151 + i
+        error = (out[i, :seen] - want[i, :seen]).norm()
+        assert error <= tolerance * want[i, :seen].norm()
+
+
+@pytest.mark.parametrize("page", [1, 4, 64])
+def test_keys_are_quantised_as_the_torch_form_does(page, device) -> None:
+    """To the byte, and no other byte is written."""
+    hard = torch.tensor([row * 2 for row in HARD])
+    every = torch.arange(256, dtype=torch.uint8).view(E4M3).float().nan_to_num(0.0).view(-1, 16)
+    every[:, 0] = 448.0
+    keys = torch.cat((hard, torch.randn(200, 16), hard.flip(1), every))
+    num_pages = -(-len(keys) // page)
+    blank = torch.full((num_pages, page * 20), 0xFF, dtype=torch.uint8)
+    some = torch.randperm(len(keys))[:150]
+    rows = torch.randperm(num_pages * page)
+    for where, tokens in ((rows[:150], some), (rows[: len(keys)], None)):
+        want = Fp8Keys(blank.clone(), page)
+        store_keys(want, where, tokens, keys)
+        got = Fp8Keys(blank.to(device), page)
+        source = None if tokens is None else tokens.to(device)
+        fp8.store_keys(got, where.to(device), source, keys.to(device))
+        assert torch.equal(got.pages.cpu(), want.pages)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_are_quantised_as_the_torch_form_does(dtype, device) -> None:
+    q = torch.randn(7, 5, 64, device=device).to(dtype)[..., :48]
+    weights = torch.randn(7, 6, device=device)[:, :5]
+    got, scaled = fp8.quantise_queries(q, weights)
+    want, want_scaled = reference_queries(q.cpu(), weights.cpu())
+    assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(scaled.cpu(), want_scaled)
