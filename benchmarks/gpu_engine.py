@@ -131,6 +131,7 @@ def build(name: str, args: argparse.Namespace, **changes: Any) -> Bench:
         "dtype": args.dtype,
         "max_running_requests": args.max_running,
         "cuda_graphs": args.graphs,
+        "index_cache_dtype": args.index_cache_dtype,
     } | changes
     config = WorkerConfig(**options)
     device = torch.device(config.device)
@@ -143,6 +144,7 @@ def build(name: str, args: argparse.Namespace, **changes: Any) -> Bench:
         config.context_length,
         std=0.08 if is_small else 0.02,
         draws_on_cpu=is_small,
+        fp8_index_keys=config.index_cache_dtype == "fp8_e4m3",
     )
     mailbox = Mailbox()
     return Bench(build_engine(config, weights, Group(config, mailbox.put), mailbox))
@@ -181,6 +183,7 @@ def gate_tokens(name: str, args: argparse.Namespace, device: str) -> list[list[i
         args,
         device=device,
         dtype="float32",
+        index_cache_dtype="auto",
         context_length=4096,
         max_total_tokens=64 * 64,
         max_running_requests=8,
@@ -251,6 +254,7 @@ def main() -> int:
     parser.add_argument("--model", default="dsv32-5l")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--index-cache-dtype", choices=["auto", "fp8_e4m3"], default="auto")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--gate", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--max-running", type=int, default=128)
@@ -288,6 +292,7 @@ def main() -> int:
             "torch": torch.__version__,
             "model": args.model,
             "dtype": args.dtype,
+            "index_cache_dtype": args.index_cache_dtype,
             "graphs": args.graphs,
             "ready_s": ready_s,
             "vllm": VLLM.get(args.model, {}),

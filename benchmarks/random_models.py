@@ -166,9 +166,11 @@ def build_weights(
     *,
     std: float = 0.02,
     draws_on_cpu: bool = False,
+    fp8_index_keys: bool = False,
 ) -> Weights:
     config = build_config(name, context_length)
     source: Any = RandomWeights(device, dtype, std=std, draws_on_cpu=draws_on_cpu)
     kind = DeepseekModel if config.model_type == "deepseek_v32" else LlamaModel
     model: Model = kind.load(config, source)
-    return Weights(model, device, torch.float32 if device.type == "cpu" else dtype)
+    kv_dtype = torch.float32 if device.type == "cpu" else dtype
+    return Weights(model, device, kv_dtype, fp8_index_keys)

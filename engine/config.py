@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import msgspec
 
 from engine.types import Role
 from kvcache.host_plan import WritePolicy
+
+IndexCacheDtype: TypeAlias = Literal["auto", "fp8_e4m3"]
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,6 +22,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: str = "auto"  # auto, cpu, cuda
     dtype: str = "auto"  # auto, float32, bfloat16, float16
     page_size: int | None = None  # tokens; None: 64
+    index_cache_dtype: IndexCacheDtype = "auto"  # of the indexer's keys; auto: the KV pool's
     max_total_tokens: int | None = None  # a rank's KV pool, physical; None: from free memory
     chunked_prefill_size: int | None = None  # prompt tokens a step computes; None: by device
     max_running_requests: int = 64

@@ -20,6 +20,7 @@ from engine.model.base import Model
 from engine.sampler import LogprobRequest, SamplingState, sample, score
 from engine.types import SamplingParams
 from kernels.streamed import workspace_bytes
+from kvcache.layout import KVGeometry
 from kvcache.pool import KVPool
 
 log = logging.getLogger("plait.memory")
@@ -67,6 +68,7 @@ def fits(config: WorkerConfig, device: torch.device, what: str) -> Iterator[None
 def free_device_bytes(
     config: WorkerConfig,
     model: Model,
+    geometry: KVGeometry,  # of the KV rows
     dtype: torch.dtype,  # of the KV rows
     device: torch.device,
     context_length: int,
@@ -82,6 +84,7 @@ def free_device_bytes(
     with fits(config, device, f"the largest steps; {remedy} makes them smaller"):
         steps = measure_steps(
             model,
+            geometry,
             dtype,
             device,
             page_size=config.tokens_per_page,
@@ -121,6 +124,7 @@ def free_device_bytes(
 @torch.inference_mode()
 def measure_steps(
     model: Model,
+    geometry: KVGeometry,
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -130,7 +134,7 @@ def measure_steps(
     max_running: int,
 ) -> StepMemory:
     """Every context lies in the dummy page alone, so that one page is all the pool needs."""
-    pool = KVPool.create(model.geometry, page_size, 1, dtype, device)
+    pool = KVPool.create(geometry, page_size, 1, dtype, device)
     for buffer in pool.buffers():
         buffer.zero_()
     attention = local_attention(pool)

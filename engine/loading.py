@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,6 +50,7 @@ from kvcache import cgroup
 from kvcache.allocator import CPSharedPagedAllocator
 from kvcache.events import EventLog
 from kvcache.host_size import plan_host_pages, read_host_memory
+from kvcache.layout import KVGeometry
 from kvcache.pool import KVPool
 from kvcache.prefix_cache import PrefixCache
 from kvcache.tiered_cache import TieredCache
@@ -69,10 +70,16 @@ class Weights:
     model: Model
     device: torch.device
     kv_dtype: torch.dtype
+    fp8_index_keys: bool = False
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """Of the KV rows: the model's, its index keys stored as the options say."""
+        return replace(self.model.geometry, fp8_index_keys=self.fp8_index_keys)
 
     @property
     def bytes_per_token(self) -> int:
-        return self.model.geometry.elements_per_token * self.kv_dtype.itemsize
+        return self.geometry.bytes_per_token(self.kv_dtype.itemsize)
 
 
 def load_engine(config: WorkerConfig) -> Engine:
@@ -133,7 +140,8 @@ def load_weights(config: WorkerConfig, rank: int) -> Weights:
     with fits(config, device, "the weights"):
         model = load_model(config.model, device, dtype, config.context_length)
     # Activations and KV rows are float32 on a CPU, whatever the weights are (docs/adr/0003).
-    return Weights(model, device, torch.float32 if device.type == "cpu" else dtype)
+    kv_dtype = torch.float32 if device.type == "cpu" else dtype
+    return Weights(model, device, kv_dtype, config.index_cache_dtype == "fp8_e4m3")
 
 
 def _identify(config: WorkerConfig, device: torch.device) -> ModelId:
@@ -151,7 +159,13 @@ def _plan_capacity(config: WorkerConfig, weights: Weights) -> Capacity:
         free_bytes, most_bytes = free_host_bytes(config), free_host_bytes(config, share=1.0)
     else:
         free_bytes = most_bytes = free_device_bytes(
-            config, model, weights.kv_dtype, device, model.context_length, chunk_size
+            config,
+            model,
+            weights.geometry,
+            weights.kv_dtype,
+            device,
+            model.context_length,
+            chunk_size,
         )
     capacity = plan_capacity(config, model, free_bytes, weights.bytes_per_token, chunk_size)
     check_pool_fits(config, capacity, weights.bytes_per_token, most_bytes)
@@ -173,7 +187,7 @@ def build_rank(
     mesh = Mesh(rank, config.cp_size, device, store)
     with fits(config, device, f"a KV pool of {setup.num_pages} pages of {setup.page_size} tokens"):
         pool = KVPool.create(
-            model.geometry,
+            weights.geometry,
             setup.page_size,
             setup.num_pages,
             weights.kv_dtype,
@@ -297,10 +311,11 @@ def _log_capacity(
             config.cp_size,
         )
     log.info(
-        "%s on %s: KV %s, %d tokens in %d pages of %d (%.2f GiB a rank), context %d",
+        "%s on %s: KV %s%s, %d tokens in %d pages of %d (%.2f GiB a rank), context %d",
         config.model,
         weights.device,
         weights.kv_dtype,
+        ", index keys in fp8" if weights.geometry.fp8_index_keys else "",
         capacity.logical_tokens,
         capacity.logical_pages,
         capacity.page_size,

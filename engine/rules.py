@@ -43,6 +43,7 @@ def check_rules(config: WorkerConfig, model_config: Any, device: torch.device) -
     page_size = config.tokens_per_page
     if getattr(model_config, "index_topk", None) and page_size != 64:
         raise RuleError(f"--page-size {page_size}: models with a lightning indexer need 64")
+    _check_index_cache(config, model_config)
     first = device.index or 0
     if device.type == "cuda" and torch.cuda.device_count() < first + config.cp_size:
         raise RuleError(
@@ -50,6 +51,19 @@ def check_rules(config: WorkerConfig, model_config: Any, device: torch.device) -
             f"this machine has {torch.cuda.device_count()}"
         )
     _check_storage(config)
+
+
+def _check_index_cache(config: WorkerConfig, model_config: Any) -> None:
+    if config.index_cache_dtype == "auto":
+        return
+    flag = f"--index-cache-dtype {config.index_cache_dtype}"
+    if not getattr(model_config, "index_topk", None):
+        raise RuleError(f"{flag}: this model has no lightning indexer; leave it out")
+    if model_config.index_head_dim % 16:
+        raise RuleError(
+            f"{flag}: the model's index_head_dim is {model_config.index_head_dim}, and keys in fp8 "
+            "need a multiple of 16; leave it out"
+        )
 
 
 def _check_storage(config: WorkerConfig) -> None:

@@ -74,20 +74,22 @@ class HostTier:
         self._acknowledged: list[int] = []  # for the next poll
         self._steps = _in_steps(pool.geometry.num_layers)
         self._step_of = [i for i, layers in enumerate(self._steps) for _ in layers]
-        # Of each buffer, the pool's pages: [layers, row pages, elements of a page in a layer].
-        buffers = pool.buffers()
-        self._device = [buffer.view(len(buffer), pool.num_pages + 1, -1) for buffer in buffers]
-        num_elements = sum(len(pages) * pages.shape[2] for pages in self._device)
+        # Of each buffer, the pool's pages: [layers, row pages, bytes of a page in a layer].
+        self._device = [
+            buffer.view(len(buffer), pool.num_pages + 1, -1).view(torch.uint8)
+            for buffer in pool.buffers()
+        ]
+        page_bytes = sum(len(pages) * pages.shape[2] for pages in self._device)
         is_cuda = pool.device.type == "cuda"
         self._objects = torch.empty(
-            (num_pages + 1, num_elements), dtype=buffers[0].dtype, pin_memory=is_cuda
+            (num_pages + 1, page_bytes), dtype=torch.uint8, pin_memory=is_cuda
         )
         self._host = self._by_layer(self._objects)
         if staged_pages is None:
             is_staged = is_cuda and self.page_bytes >= _STAGED_PAGE_BYTES
             staged_pages = max(1, _STAGING_BYTES // self.page_bytes) if is_staged else 0
         self._staging = torch.empty(
-            (staged_pages, num_elements), dtype=buffers[0].dtype, device=pool.device
+            (staged_pages, page_bytes), dtype=torch.uint8, device=pool.device
         )
         self._staged = self._by_layer(self._staging)
         self._staged_rows = torch.arange(staged_pages, device=pool.device)
@@ -95,7 +97,7 @@ class HostTier:
     @property
     def page_bytes(self) -> int:
         """Of one host page: one object."""
-        return self._objects[0].nbytes
+        return self._objects.shape[1]
 
     @property
     def total_bytes(self) -> int:
@@ -159,7 +161,7 @@ class HostTier:
 
     def object(self, host_row_page: int) -> torch.Tensor:
         """[page_bytes] uint8: the contiguous bytes of one host row page, for storage and checks."""
-        return self._objects[host_row_page].view(torch.uint8)
+        return self._objects[host_row_page]
 
     def _owned_rows(self, item: HostItem) -> tuple[torch.Tensor, torch.Tensor]:
         """Row pages [num_owned] of this rank: (in the pool, in the host pool)."""
@@ -208,7 +210,7 @@ class HostTier:
             copy_pages(self._device[buffer][part], device_rows, self._host[buffer][part], host_rows)
 
     def _by_layer(self, objects: torch.Tensor) -> list[torch.Tensor]:
-        """Views of objects [pages, elements], for each buffer [layers, pages, elements]."""
+        """Views of objects [pages, bytes], for each buffer [layers, pages, bytes]."""
         sizes = [len(pages) * pages.shape[2] for pages in self._device]
         parts = zip(torch.split(objects, sizes, dim=1), self._device, strict=True)
         return [

@@ -16,6 +16,7 @@ class KVGeometry:
     index_layers: tuple[int, ...] = ()  # layers that have an indexer of their own
     num_kv_heads: int = 0
     head_dim: int = 0
+    fp8_index_keys: bool = False  # e4m3 and a float32 scale a row, whatever the cache's dtype
 
     def __post_init__(self) -> None:
         if self.num_layers <= 0:
@@ -25,8 +26,18 @@ class KVGeometry:
                 f"exactly one of latent_dim ({self.latent_dim}) and num_kv_heads "
                 f"({self.num_kv_heads}) must be positive"
             )
+        if self.fp8_index_keys and self.index_dim % 16:
+            raise ValueError(
+                f"index_dim {self.index_dim}: keys in fp8 need a multiple of 16, so that scales "
+                "and pages are aligned"
+            )
 
-    @property
-    def elements_per_token(self) -> int:
+    def index_row_bytes(self, itemsize: int) -> int:
+        """Of one index key in a cache whose elements have `itemsize` bytes, its scale included."""
+        return self.index_dim + 4 if self.fp8_index_keys else self.index_dim * itemsize
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Over all layers."""
         kv = self.latent_dim or 2 * self.num_kv_heads * self.head_dim
-        return self.num_layers * kv + len(self.index_layers) * self.index_dim
+        index = len(self.index_layers) * self.index_row_bytes(itemsize)
+        return self.num_layers * kv * itemsize + index

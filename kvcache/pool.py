@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.fp8_keys import E4M3, Fp8Keys, IndexKeys, store_keys
 from kernels.store_kv import store_rows
 from kvcache.blocks import Block, plan_blocks
 from kvcache.layout import KVGeometry
@@ -57,17 +58,23 @@ class KVPool:
         self._layout = layout
         num_rows = (num_pages + 1) * layout.page_size
 
-        def buffer(num_layers: int, *widths: int) -> torch.Tensor:
+        def buffer(num_layers: int, *widths: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty((num_layers, num_rows, *widths), dtype=dtype, device=device)
 
         g = geometry
+        num_indexers = len(g.index_layers)
         heads = (g.num_kv_heads, g.head_dim)
         num_latent = g.num_layers if g.latent_dim else 0
         num_gqa = g.num_layers if g.num_kv_heads else 0
         self._latent = buffer(num_latent, g.latent_dim)  # [layers, rows, latent KV | rope key]
         self._keys = buffer(num_gqa, *heads)  # [layers, rows, kv heads, head_dim]
         self._values = buffer(num_gqa, *heads)
-        self._index_keys = buffer(len(g.index_layers), g.index_dim)  # [indexers, rows, index_dim]
+        # [indexers, rows, index_dim]; in fp8 bytes, which make sense by whole pages only
+        self._index_keys = (
+            buffer(num_indexers, g.index_row_bytes(dtype.itemsize), dtype=torch.uint8)
+            if g.fp8_index_keys
+            else buffer(num_indexers, g.index_dim)
+        )
         self._index_slot = {layer: slot for slot, layer in enumerate(g.index_layers)}
         # Called with the layer before its rows are read: they may still be on their way.
         self.before_read: Callable[[int], None] = lambda layer: None
@@ -121,7 +128,8 @@ class KVPool:
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """All that pages consist of, each [layers, rows, ...], for transfers and the host tier."""
+        """All that pages consist of, each [layers, rows, ...], for transfers and the host tier. A
+        page is contiguous in a layer; what its rows are is the buffer's own."""
         return tuple(
             b for b in (self._latent, self._keys, self._values, self._index_keys) if b.numel()
         )
@@ -147,11 +155,11 @@ class KVPool:
         }
         return PoolRecord(
             page_size=self.page_size,
-            dtype=str(self._dtype).removeprefix("torch."),
             num_row_pages=num_row_pages,
             buffers=tuple(
                 BufferRecord(
                     name=name,
+                    dtype=self._stored_as(name),
                     address=buffer.data_ptr(),
                     num_layers=len(buffer),
                     layer_bytes=buffer[0].nbytes,
@@ -162,6 +170,10 @@ class KVPool:
             ),
         )
 
+    def _stored_as(self, name: str) -> str:
+        is_fp8 = name == "index_keys" and self.geometry.fp8_index_keys
+        return str(E4M3 if is_fp8 else self._dtype).removeprefix("torch.")
+
     def owned_pages(self, pages: Pages, positions: Pages) -> tuple[Pages, Pages]:
         """This rank's share of a page list, both [num_pages]: (row pages, their positions)."""
         return self._layout.filter_owned_pages(pages, positions)
@@ -169,30 +181,60 @@ class KVPool:
     @staticmethod
     def page_bytes(geometry: KVGeometry, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page over all layers, for sizing a pool by memory."""
-        return geometry.elements_per_token * page_size * dtype.itemsize
+        return geometry.bytes_per_token(dtype.itemsize) * page_size
 
     # What a streamed read asks for. A source is a kind of row, by name: what one token leaves in a
     # layer for attention ("latent" or "kv") or for the indexer ("index_keys").
 
-    def width(self, source: Source) -> int:
-        """Elements of one token's row."""
-        if source == "kv":
-            return 2 * self.geometry.num_kv_heads * self.geometry.head_dim
-        return self.geometry.latent_dim if source == "latent" else self.geometry.index_dim
+    def row_bytes(self, source: Source) -> int:
+        """Of one token's row, an index key's scale included."""
+        g, size = self.geometry, self._dtype.itemsize
+        if source == "index_keys":
+            return g.index_row_bytes(size)
+        return size * (g.latent_dim if source == "latent" else 2 * g.num_kv_heads * g.head_dim)
+
+    def pages_in(self, source: Source, workspace: torch.Tensor, num_pages: int) -> torch.Tensor:
+        """The beginning of a workspace as so many pages, [num_pages, page_size, width]; of index
+        keys in fp8 [num_pages, words]."""
+        page_bytes = self.page_size * self.row_bytes(source)
+        raw = workspace[: num_pages * page_bytes]
+        if source == "index_keys" and self.geometry.fp8_index_keys:
+            return raw.view(torch.int32).view(num_pages, -1)
+        return raw.view(self._dtype).view(num_pages, self.page_size, -1)
 
     def read_pages(
         self, source: Source, layer: int, row_pages: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Copy whole pages of this rank: row_pages [n] int64 -> out [n, page_size, width]. What a
-        page holds beyond its request's last token is anything."""
+        """Copy whole pages of this rank: row_pages [n] int64 -> out, n pages as `pages_in` has
+        them. What a page holds beyond its request's last token is anything."""
         if source == "kv":
-            half = self.width("kv") // 2
+            half = out.shape[2] // 2
             both = ((self.keys(layer), out[..., :half]), (self.values(layer), out[..., half:]))
             for rows, part in both:
                 part.copy_(rows.view(-1, self.page_size, half)[row_pages])
             return
-        rows = self.latent(layer) if source == "latent" else self.index_keys(layer)
-        torch.index_select(rows.view(-1, self.page_size, rows.shape[1]), 0, row_pages, out=out)
+        if source == "latent":
+            rows = self.latent(layer)
+        else:
+            self.before_read(layer)
+            rows = self._index_keys[self._slot_of(layer)]
+        pages = rows.view(out.dtype).view(self.num_pages + 1, *out.shape[1:])
+        torch.index_select(pages, 0, row_pages, out=out)
+
+    def index_rows(self, pages: torch.Tensor) -> IndexKeys:
+        """The index keys in pages that were read."""
+        if self.geometry.fp8_index_keys:
+            return Fp8Keys(pages.view(torch.uint8), self.page_size)
+        return pages.flatten(0, 1)
+
+    # What a token's index key is between ranks: a row of its own, as it is stored.
+
+    def pack_index_keys(self, key: torch.Tensor) -> torch.Tensor:
+        """key [T, index_dim] -> [T, ...]"""
+        return Fp8Keys.quantised(key).pages if self.geometry.fp8_index_keys else key
+
+    def unpack_index_keys(self, packed: torch.Tensor) -> IndexKeys:
+        return Fp8Keys(packed) if self.geometry.fp8_index_keys else packed
 
     def plan_blocks(
         self, contexts: Sequence[Sequence[int]], lengths: Sequence[int], pages_per_rank: int
@@ -200,9 +242,9 @@ class KVPool:
         """The blocks in which these contexts are read: see kvcache.blocks.plan_blocks."""
         return plan_blocks(contexts, lengths, self._layout, pages_per_rank, self._device)
 
-    def new_workspace(self, num_elements: int) -> torch.Tensor:
-        """Flat, in the rows' dtype, on the rows' device."""
-        return torch.empty(num_elements, dtype=self._dtype, device=self._device)
+    def new_workspace(self, num_bytes: int) -> torch.Tensor:
+        """[num_bytes] uint8 on the rows' device."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def rows(self, locs: torch.Tensor) -> torch.Tensor:
         """Row of each loc, same shape. Meaningful for locs that this rank owns."""
@@ -238,18 +280,24 @@ class KVPool:
         self.before_read(layer)
         return self._values[layer]
 
-    def index_keys(self, layer: int) -> torch.Tensor:
+    def index_keys(self, layer: int) -> IndexKeys:
         """[rows, index_dim]. Raises ValueError for a layer without an indexer of its own."""
         self.before_read(layer)
         return self._index_rows(layer)
 
-    def _index_rows(self, layer: int) -> torch.Tensor:
+    def _index_rows(self, layer: int) -> IndexKeys:
+        rows = self._index_keys[self._slot_of(layer)]
+        if self.geometry.fp8_index_keys:
+            return Fp8Keys(rows.view(self.num_pages + 1, -1), self.page_size)
+        return rows
+
+    def _slot_of(self, layer: int) -> int:
         slot = self._index_slot.get(layer)
         if slot is None:
             raise ValueError(
                 f"layer {layer} has no indexer; layers with one: {self.geometry.index_layers}"
             )
-        return self._index_keys[slot]
+        return slot
 
     def store_latent(
         self,
@@ -270,6 +318,12 @@ class KVPool:
         store_rows(self._keys[layer], to.rows, to.tokens, k)
         store_rows(self._values[layer], to.rows, to.tokens, v)
 
-    def store_index_key(self, layer: int, to: Destination, key: torch.Tensor) -> None:
-        """key: [T, index_dim]. Raises ValueError for a layer without an indexer of its own."""
-        store_rows(self._index_rows(layer), to.rows, to.tokens, key)
+    def store_index_key(self, layer: int, to: Destination, key: IndexKeys) -> None:
+        """key: [T, index_dim], or already quantised where the pool's are. Raises ValueError for a
+        layer without an indexer of its own."""
+        cache = self._index_rows(layer)
+        if isinstance(cache, Fp8Keys):
+            store_keys(cache, to.rows, to.tokens, key)
+        else:
+            assert isinstance(key, torch.Tensor), "this pool's index keys have the cache's dtype"
+            store_rows(cache, to.rows, to.tokens, key)

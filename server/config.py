@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from engine.config import IndexCacheDtype
 from engine.tracing import traces_url
 from kvcache.host_plan import WritePolicy
 from server.discovery import places
@@ -155,6 +156,11 @@ class ServeConfig(BaseSettings):
         None, "the same, of decode workers only", ge=1
     )
     page_size: int | None = _scheduling(None, "tokens of one page (default: 64)", ge=1)
+    index_cache_dtype: IndexCacheDtype = _scheduling(
+        "auto",
+        "type of the indexer's keys in the KV pool, host tier and hand-off; auto: as the other KV,"
+        " fp8_e4m3: half of bfloat16's bytes, scored in fp8; the same on all workers of a fleet",
+    )
     chunked_prefill_size: int | None = _scheduling(
         None,
         "prompt tokens computed in one step, at most (default: 128 on a CPU, 8192 on a GPU)",

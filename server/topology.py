@@ -140,6 +140,7 @@ def worker_config(
         device=config.device if device is None else device,
         dtype=config.dtype,
         page_size=config.page_size,
+        index_cache_dtype=config.index_cache_dtype,
         max_total_tokens=config.max_total_tokens if of_role is None else of_role,
         chunked_prefill_size=config.chunked_prefill_size,
         max_running_requests=config.max_running_requests,

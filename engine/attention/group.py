@@ -8,9 +8,9 @@ values that the plan carries, never from a rank's own share.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import Final, TypeVar, get_args
 
 import torch
 
@@ -20,10 +20,12 @@ from engine.attention.running import CausalRun, Positions, RunningTopK
 from engine.batch import ForwardBatch
 from engine.parallel.mesh import Gathered, Mesh
 from engine.parallel.share import Share
+from kernels.fp8_keys import IndexKeys
 from kvcache.blocks import Block
 from kvcache.pool import KVPool, Source
 
 SOURCES: Final[tuple[Source, ...]] = get_args(Source)
+Rows = TypeVar("Rows", torch.Tensor, IndexKeys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class GroupAttention:
         self._mesh = mesh
         num_pages = -(-block_tokens // pool.page_size)
         self.pages_per_rank = -(-num_pages // pool.cp_size)
-        part = self.pages_per_rank * pool.page_size * max(map(pool.width, SOURCES))
+        part = self.pages_per_rank * pool.page_size * max(map(pool.row_bytes, SOURCES))
         whole = part * pool.cp_size if pool.cp_size > 1 else 0
         self._parts = [pool.new_workspace(part) for _ in range(2)]
         self._wholes = [pool.new_workspace(whole) for _ in range(2)]
@@ -73,16 +75,16 @@ class GroupAttention:
         return GroupForward(self, batch, share)
 
     def walk(self, source: Source, layer: int, blocks: Sequence[Block]) -> Iterator[torch.Tensor]:
-        """The gathered rows of each block in turn, [cp_size * most * page_size, width of `source`];
+        """The gathered pages of each block in turn, cp_size * most of them as the pool has them;
         valid until the next is asked for."""
         under_way = self._start(source, layer, blocks, 0)
         for i in range(len(blocks)):
-            rows, gather = under_way
+            pages, gather = under_way
             if i + 1 < len(blocks):
                 under_way = self._start(source, layer, blocks, i + 1)
             if gather is not None:
                 gather.wait()
-            yield rows
+            yield pages
 
     def _start(
         self, source: Source, layer: int, blocks: Sequence[Block], i: int
@@ -90,14 +92,13 @@ class GroupAttention:
         pool = self.pool
         if i >= len(blocks):
             return self._parts[0], None
-        most, width = blocks[i].most, pool.width(source)
-        shape = (most, pool.page_size, width)
-        part = self._parts[i % 2][: most * pool.page_size * width].view(shape)
+        most = blocks[i].most
+        part = pool.pages_in(source, self._parts[i % 2], most)
         pool.read_pages(source, layer, blocks[i].own, part)
         if pool.cp_size == 1:  # every rank has the whole
-            return part.view(-1, width), None
-        whole = self._wholes[i % 2][: pool.cp_size * part.numel()].view(pool.cp_size, *shape)
-        return whole.view(-1, width), self._mesh.start_gather(part, whole)
+            return part, None
+        whole = pool.pages_in(source, self._wholes[i % 2], pool.cp_size * most)
+        return whole, self._mesh.start_gather(part, whole.view(pool.cp_size, *part.shape))
 
 
 class GroupForward:
@@ -122,10 +123,11 @@ class GroupForward:
             at = Positions(start, run.num, run.stride)
             self._runs.append(OwnRun(run.req, begin, begin + run.num, at))
             begin += run.num
-        self._index_keys = torch.empty(0)  # [T, index_head_dim] of the whole chunk
+        self._index_keys: IndexKeys = torch.empty(0)  # [T, index_head_dim] of the whole chunk
 
     def store_index_key(self, layer: int, key: torch.Tensor) -> None:
-        self._index_keys = self._share.gather(key)
+        packed = self._share.gather(self._pool.pack_index_keys(key))
+        self._index_keys = self._pool.unpack_index_keys(packed)
         self._pool.store_index_key(layer, self._destination, self._index_keys)
 
     def needs_selection(self, topk: int) -> bool:
@@ -138,7 +140,8 @@ class GroupForward:
             else None
             for r in self._runs
         ]
-        for req, begin, keys in self._context("index_keys", layer, self._index_keys):
+        chunk, rows_of = self._index_keys, self._pool.index_rows
+        for req, begin, keys in self._context("index_keys", layer, rows_of, chunk):
             for run, top in zip(self._runs, running, strict=True):
                 if run.req == req and top is not None:
                     top.add(keys, begin)
@@ -165,7 +168,7 @@ class GroupForward:
             self._mla_run(queries.slice(run.begin, run.end), run.at, chosen[i] if chosen else None)
             for i, run in enumerate(self._runs)
         ]
-        for req, begin, rows in self._context("latent", layer, chunk):
+        for req, begin, rows in self._context("latent", layer, _rows, chunk):
             for run, part in zip(self._runs, running, strict=True):
                 if run.req == req:
                     part.add(rows, begin)
@@ -189,7 +192,7 @@ class GroupForward:
         keys, values = chunk.view(len(chunk), 2, num_kv, dim).unbind(1)
         self._pool.store_kv(layer, self._destination, keys, values)
         running = [CausalRun(q[run.begin : run.end], run.at, scale) for run in self._runs]
-        for req, begin, rows in self._context("kv", layer, chunk):
+        for req, begin, rows in self._context("kv", layer, _rows, chunk):
             keys, values = rows.view(len(rows), 2, num_kv, dim).unbind(1)
             for run, part in zip(self._runs, running, strict=True):
                 if run.req == req:
@@ -200,15 +203,24 @@ class GroupForward:
         return out
 
     def _context(
-        self, source: Source, layer: int, chunk: torch.Tensor
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        self,
+        source: Source,
+        layer: int,
+        rows_of: Callable[[torch.Tensor], Rows],  # what gathered pages hold
+        chunk: Rows,
+    ) -> Iterator[tuple[int, int, Rows]]:
         """(request, position of the first, rows [L, width]) of everything that the batch's requests
         may attend to, each in ascending position: the streamed context, then the chunk itself."""
-        for block, gathered in zip(
+        for block, pages in zip(
             self._blocks, self._owner.walk(source, layer, self._blocks), strict=True
         ):
+            gathered = rows_of(pages)
             for req, span in enumerate(block.spans):
                 if span is not None:
                     yield req, span.begin, gathered[span.rows]
         for req, (begin, length) in enumerate(zip(self._begins, self._lengths, strict=True)):
             yield req, self._starts[req], chunk[begin : begin + length]
+
+
+def _rows(pages: torch.Tensor) -> torch.Tensor:
+    return pages.flatten(0, 1)

@@ -17,6 +17,7 @@ from engine.attention.stream import BLOCK_TOKENS, select_topk, stream_gqa, strea
 from engine.attention.view import BatchView, Decodes, view_batch
 from engine.batch import ForwardBatch
 from kernels.attention import gqa_rows, mla_rows
+from kernels.fp8_keys import IndexKeys
 from kernels.index_logits import index_logits_rows
 from kernels.streamed import workspace_bytes
 from kernels.topk import exact_topk
@@ -108,12 +109,12 @@ class PagedForward:
         decodes: Decodes,
         q: torch.Tensor,
         weights: torch.Tensor,
-        keys: torch.Tensor,
+        keys: IndexKeys,
         topk: int,
     ) -> torch.Tensor:
         """int64 [N, topk] positions, ascending, -1 behind the chosen."""
         own_q, own_weights = decodes.pick(q), decodes.pick(weights)
-        width = keys[0].nbytes
+        width = q.shape[2] * torch.float32.itemsize  # as which keys are multiplied
         parts = []
         for a, b, rows, counts in _slices(decodes, decodes.rows, decodes.counts, width):
             scores = index_logits_rows(own_q[a:b], own_weights[a:b], keys, rows, counts)

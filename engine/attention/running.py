@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from kernels.attention import Partial, attend, causal, merge
+from kernels.fp8_keys import IndexKeys
 from kernels.index_logits import index_logits
 from kernels.streamed import attend_causal, workspace_bytes
 from kernels.topk import exact_topk
@@ -139,14 +140,14 @@ class RunningTopK:
         # (scores, positions) of each slice's best so far, in ascending position
         self._best: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(self._slices)
 
-    def add(self, keys: torch.Tensor, begin: int) -> None:
+    def add(self, keys: IndexKeys, begin: int) -> None:
         """Index keys [L, index_head_dim] of the positions begin, begin + 1, ..."""
         for i, (a, b) in enumerate(self._slices):
             visible = self._at.visible(b, begin, len(keys))
             if visible <= 0:
                 continue
             scores = index_logits(self._q[a:b], self._weights[a:b], keys[:visible])
-            mask = self._at.causal_tail(a, b, begin, visible, keys.device)
+            mask = self._at.causal_tail(a, b, begin, visible, scores.device)
             if mask is not None:
                 scores[:, visible - mask.shape[1] :].masked_fill_(~mask, -torch.inf)
             self._best[i] = _better(self._best[i], scores, begin, self._topk)

@@ -12,6 +12,7 @@ from engine.attention.mla import MlaQueries, MlaRun, reads_chosen
 from engine.attention.running import CausalRun, Positions, RunningTopK
 from engine.attention.view import Prefill
 from kernels.attention import mla_rows
+from kernels.fp8_keys import IndexKeys
 from kernels.streamed import workspace_bytes
 
 BLOCK_TOKENS: Final = 8192  # keys read at a time
@@ -66,7 +67,7 @@ def stream_gqa(
 def select_topk(
     q: torch.Tensor,  # [num_queries, index_n_heads, index_head_dim]
     weights: torch.Tensor,  # [num_queries, index_n_heads]
-    keys: torch.Tensor,  # [rows, index_head_dim]
+    keys: IndexKeys,  # [rows, index_head_dim]
     prefill: Prefill,
     topk: int,
     block_tokens: int,

@@ -13,6 +13,7 @@ class BufferRecord(msgspec.Struct, frozen=True, kw_only=True):
     address + l * layer_bytes + p * page_bytes."""
 
     name: str  # latent, keys, values or index_keys
+    dtype: str  # as torch prints it, without "torch."; index keys in fp8 have scales in their pages
     address: int
     num_layers: int
     layer_bytes: int  # from one layer's row page 0 to the next's
@@ -21,7 +22,6 @@ class BufferRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class PoolRecord(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int  # tokens
-    dtype: str  # as torch prints it, without "torch."
     num_row_pages: int  # row page 0, the dummy, included
     buffers: tuple[BufferRecord, ...]
 
@@ -32,8 +32,10 @@ class PoolRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def geometry(self) -> str:
         """For people: what must be equal on both sides, and nothing else."""
-        rows = ", ".join(f"{b.name} {b.num_layers} x {b.page_bytes} bytes" for b in self.buffers)
-        return f"page_size {self.page_size}, dtype {self.dtype}, {rows}"
+        rows = (
+            f"{b.name} {b.num_layers} x {b.page_bytes} bytes of {b.dtype}" for b in self.buffers
+        )
+        return f"page_size {self.page_size}, {', '.join(rows)}"
 
 
 def mismatch(ours: PoolRecord, theirs: PoolRecord) -> str:

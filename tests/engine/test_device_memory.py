@@ -77,7 +77,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def left_of(fraction: float, **options: Any) -> int:
     config = WorkerConfig(model="m", listen_address="", mem_fraction_static=fraction, **options)
     return free_device_bytes(
-        config, SimpleNamespace(), torch.bfloat16, torch.device("cuda", 1), 4096, 512
+        config, SimpleNamespace(), None, torch.bfloat16, torch.device("cuda", 1), 4096, 512
     )  # type: ignore[arg-type]
 
 
@@ -155,7 +155,14 @@ def test_the_largest_steps_are_those_that_can_come(
     monkeypatch.setattr(engine.device_memory, "sample", lambda logits, how: sampled.append(how))
     monkeypatch.setattr(engine.device_memory, "score", lambda logits, how: scored.append(how))
     found = measure_steps(
-        model, torch.float32, cpu, page_size=64, context_length=100, chunk_size=512, max_running=7
+        model,
+        model.geometry,
+        torch.float32,
+        cpu,
+        page_size=64,
+        context_length=100,
+        chunk_size=512,
+        max_running=7,
     )
     assert found == StepMemory(695, 25)
     assert steps == [(100, 99), (7, 99)]

@@ -14,6 +14,7 @@ CPU = torch.device("cpu")
 
 class Sparse:
     index_topk = 16
+    index_head_dim = 24
 
 
 class Dense:
@@ -60,6 +61,17 @@ def config(**options) -> WorkerConfig:
             {"page_size": 32},
             Sparse,
             "--page-size 32: models with a lightning indexer need 64",
+        ),
+        (
+            {"index_cache_dtype": "fp8_e4m3"},
+            Dense,
+            "--index-cache-dtype fp8_e4m3: this model has no lightning indexer; leave it out",
+        ),
+        (
+            {"index_cache_dtype": "fp8_e4m3"},
+            Sparse,
+            "--index-cache-dtype fp8_e4m3: the model's index_head_dim is 24, and keys in fp8 need "
+            "a multiple of 16; leave it out",
         ),
         (
             {"cp_size": 2, "hicache_storage_backend": "file"},

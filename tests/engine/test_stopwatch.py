@@ -37,7 +37,7 @@ POOL = {"max_total_tokens": 16 * PAGE, "chunked_prefill_size": 100}
 REQUEST = Request(rid="r", token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=4))
 RESERVATION = Reservation(
     session="127.0.0.1:1",
-    pool=PoolRecord(page_size=PAGE, dtype="float32", num_row_pages=2, buffers=()),
+    pool=PoolRecord(page_size=PAGE, num_row_pages=2, buffers=()),
     model_id=ModelId(fingerprint="", dtype="float32"),
     first_position=0,
     dst_pages=[1],

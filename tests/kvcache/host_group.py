@@ -23,6 +23,7 @@ from kvcache.tiered_cache import TieredCache
 
 SALT = b"test"
 DSA = KVGeometry(num_layers=3, latent_dim=5, index_dim=3, index_layers=(0, 2))
+FP8 = KVGeometry(num_layers=3, latent_dim=5, index_dim=16, index_layers=(0, 2), fp8_index_keys=True)
 MLA = KVGeometry(num_layers=2, latent_dim=4)
 GQA = KVGeometry(num_layers=2, num_kv_heads=2, head_dim=3)
 

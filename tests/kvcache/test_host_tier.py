@@ -13,7 +13,7 @@ from kvcache.host_tier import HostTier
 from kvcache.layout import KVGeometry
 from kvcache.pool import KVPool
 from tests.kvcache.host_group import ManualCopier
-from tests.kvcache.transfer.pools import GEOMETRIES, PAGE, contents, page, random_pool
+from tests.kvcache.transfer.pools import GEOMETRIES, PAGE, contents, page, poison, random_pool
 
 DSA = GEOMETRIES["latent+index"]
 
@@ -37,8 +37,7 @@ def test_pages_come_back_as_they_were_and_no_other_changes(
     assert tier.poll() == [1]
     for device, host in ((2, 9), (5, 1), (3, 4)):
         assert tier.object(host).numpy().tobytes() == before[device]  # one object, all layers
-    for buffer in pool.buffers():
-        buffer.fill_(torch.nan)
+    poison(pool)
     poisoned = contents(pool)
     tier.start(LoadBack(id=2, host_pages=[4, 9, 1], device_pages=[6, 1, 2]))
     copier.close()

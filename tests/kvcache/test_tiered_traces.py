@@ -19,7 +19,7 @@ from kvcache.host_tier import HostTier
 from kvcache.layout import KVGeometry
 from kvcache.prefix_cache import LoadedBack, Match, Node
 from kvcache.tiered_cache import TieredCache, WritePolicy
-from tests.kvcache.host_group import DSA, GQA, MLA, Group
+from tests.kvcache.host_group import DSA, FP8, GQA, MLA, Group
 
 POLICIES: list[WritePolicy] = ["write_through", "write_through_selective", "write_back"]
 
@@ -239,7 +239,7 @@ def test_thousands_of_steps(
     host_pages=st.integers(1, 9),
     page_size=st.integers(1, 3),
     policy=st.sampled_from(POLICIES),
-    geometry=st.sampled_from([DSA, MLA, GQA]),
+    geometry=st.sampled_from([DSA, FP8, MLA, GQA]),
 )
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_short_trace(

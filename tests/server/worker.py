@@ -44,7 +44,7 @@ _PIDS = itertools.count(1_000_000)
 MODEL_ID = ModelId(fingerprint="0123456789abcdef", dtype="float32")
 _NO_PAGES = Reservation(
     session="127.0.0.1:1",
-    pool=PoolRecord(page_size=PAGE_SIZE, dtype="float32", num_row_pages=1, buffers=()),
+    pool=PoolRecord(page_size=PAGE_SIZE, num_row_pages=1, buffers=()),
     model_id=MODEL_ID,
     first_position=0,
     dst_pages=[],

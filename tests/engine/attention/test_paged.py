@@ -4,7 +4,7 @@ PagedAttention by the size of its blocks, and TableAttention in the kernels' tor
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,11 +15,15 @@ from engine.attention.tables import TableAttention
 from engine.batch import ForwardBatch
 from kvcache.layout import KVGeometry
 from kvcache.pool import KVPool
+from tests.kernels.fp8_by_hand import rounded
+from tests.kvcache.transfer.pools import poison
 
 PAGE = 4
 TABLES = 0  # for block_tokens: read through page tables instead
 LATENT, ROPE, NOPE, V_DIM, HEADS, INDEX_HEADS, INDEX_DIM = 12, 6, 5, 7, 3, 4, 8
 MLA = KVGeometry(num_layers=1, latent_dim=LATENT + ROPE, index_dim=INDEX_DIM, index_layers=(0,))
+FP8_DIM = 16
+FP8 = replace(MLA, index_dim=FP8_DIM, fp8_index_keys=True)
 GQA = KVGeometry(num_layers=1, num_kv_heads=2, head_dim=6)
 # (cached, new): decodes, a fresh prefill, chunks with odd borders, in one batch
 MIXED = [(9, 1), (0, 11), (21, 1), (13, 6), (0, 1), (5, 30)]
@@ -57,9 +61,13 @@ def make(geometry: KVGeometry, work: list[tuple[int, int]], scattered: bool = Tr
         lengths=tuple(new for _, new in work),
     )
     pool = KVPool.create(geometry, PAGE, sum(counts), torch.float32)
-    for buffer in pool.buffers():
-        buffer.fill_(torch.nan)
+    poison(pool)
     return Case(batch, pool, contexts)
+
+
+def as_rounded(x: torch.Tensor) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1]).tolist()
+    return torch.tensor([rounded(row) for row in rows]).view(x.shape)
 
 
 def attention_of(pool: KVPool, block_tokens: int) -> PagedAttention | TableAttention:
@@ -87,21 +95,31 @@ class MlaData:
     index_weights: torch.Tensor
 
     @classmethod
-    def random(cls, work: list[tuple[int, int]], nope: int, scattered: bool = True) -> MlaData:
-        case = make(MLA, work, scattered)
+    def random(
+        cls,
+        work: list[tuple[int, int]],
+        nope: int,
+        scattered: bool = True,
+        geometry: KVGeometry = MLA,
+    ) -> MlaData:
+        case = make(geometry, work, scattered)
+        index_dim = geometry.index_dim
         num_tokens = len(case.batch.token_ids)
         data = cls(
             case,
             [torch.randn(n, LATENT) for n in case.contexts],
             [torch.randn(n, ROPE) for n in case.contexts],
-            [torch.randn(n, INDEX_DIM) for n in case.contexts],
+            [torch.randn(n, index_dim) for n in case.contexts],
             torch.randn(num_tokens, HEADS, nope),
             torch.randn(num_tokens, HEADS, ROPE),
             torch.randn(HEADS, nope, LATENT),
             torch.randn(HEADS, V_DIM, LATENT),
-            torch.randn(num_tokens, INDEX_HEADS, INDEX_DIM),
+            torch.randn(num_tokens, INDEX_HEADS, index_dim),
             torch.randn(num_tokens, INDEX_HEADS),
         )
+        if geometry.fp8_index_keys:  # numbers of e4m3, which are left as they are
+            data.index_keys = [as_rounded(keys) for keys in data.index_keys]
+            data.index_q = as_rounded(data.index_q)
         for b, start in enumerate(case.batch.starts):
             to = case.pool.destination(locs_of(case, b, 0, start))
             case.pool.store_latent(0, to, data.latent[b][:start], data.k_pe[b][:start])
@@ -154,6 +172,18 @@ class MlaData:
 def test_mla(work: list[tuple[int, int]], topk: int | None, nope: int, block_tokens: int) -> None:
     torch.manual_seed(11)
     data = MlaData.random(work, nope)
+    assert (data.run(block_tokens, topk) - data.expected(topk)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("work", [MIXED, DECODES, [(0, 33)]], ids=["mixed", "decodes", "prefill"])
+@pytest.mark.parametrize("topk", [3, 8, 1000])
+@pytest.mark.parametrize("scattered", [True, False])
+@pytest.mark.parametrize("block_tokens", [8192, 5, TABLES])
+def test_selection_by_keys_in_fp8(
+    work: list[tuple[int, int]], topk: int, scattered: bool, block_tokens: int
+) -> None:
+    torch.manual_seed(16)
+    data = MlaData.random(work, NOPE, scattered, FP8)
     assert (data.run(block_tokens, topk) - data.expected(topk)).abs().max() < 1e-4
 
 

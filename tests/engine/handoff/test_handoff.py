@@ -359,9 +359,10 @@ def test_a_reservation_that_does_not_fit_is_refused(pair: Pair, fault: str) -> N
     asked = pair.to_prefill.popleft()
     wanted = asked.reservation
     model_id = pair.prefill.engine.model_id
+    other = tuple(replace(buffer, dtype="x") for buffer in wanted.pool.buffers)
     wrong = {
         "geometry": replace(
-            asked, reservation=replace(wanted, pool=replace(wanted.pool, dtype="x"))
+            asked, reservation=replace(wanted, pool=replace(wanted.pool, buffers=other))
         ),
         "weights": replace(
             asked, reservation=replace(wanted, model_id=replace(model_id, fingerprint="0f"))
@@ -377,7 +378,7 @@ def test_a_reservation_that_does_not_fit_is_refused(pair: Pair, fault: str) -> N
     pair.run()
     (back,) = pair.hand_backs
     said = {
-        "geometry": "dtype x",
+        "geometry": "bytes of x",
         "weights": f"here {model_id.fingerprint} in float32, there 0f in float32",
         "dtype": f"there {model_id.fingerprint} in bfloat16",
         "page": "page 10000 is outside the pool",
@@ -386,7 +387,7 @@ def test_a_reservation_that_does_not_fit_is_refused(pair: Pair, fault: str) -> N
     }
     assert said[fault] in back.reason
     if fault == "geometry":
-        assert "dtype float32" in back.reason, "both records are named"
+        assert "bytes of float32" in back.reason, "both records are named"
     assert sum(pair.prefill.inbox.refused.values()) == 1
     pair.assert_all_given_back()
 

@@ -11,7 +11,10 @@ PAGE = 4
 DSA = KVGeometry(num_layers=3, latent_dim=10, index_dim=6, index_layers=(0, 2))
 MLA = KVGeometry(num_layers=2, latent_dim=9)
 GQA = KVGeometry(num_layers=2, num_kv_heads=2, head_dim=4)
-GEOMETRIES = {"latent+index": DSA, "latent": MLA, "gqa": GQA}
+FP8 = KVGeometry(
+    num_layers=3, latent_dim=10, index_dim=16, index_layers=(0, 2), fp8_index_keys=True
+)
+GEOMETRIES = {"latent+index": DSA, "latent+fp8 index": FP8, "latent": MLA, "gqa": GQA}
 
 
 def random_pool(
@@ -20,8 +23,17 @@ def random_pool(
     pool = KVPool.create(geometry, PAGE, num_pages, torch.bfloat16, cp_size=size, cp_rank=rank)
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     for buffer in pool.buffers():
-        buffer.copy_(torch.randn(buffer.shape, generator=generator))
+        if buffer.dtype == torch.uint8:
+            buffer.random_(generator=generator)
+        else:
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))
     return pool
+
+
+def poison(pool: KVPool) -> None:
+    """Nothing in it is a number; of index keys in fp8 neither elements nor scales are."""
+    for buffer in pool.buffers():
+        buffer.fill_(0xFF if buffer.dtype == torch.uint8 else torch.nan)
 
 
 def page(pool: KVPool, row_page: int) -> torch.Tensor:

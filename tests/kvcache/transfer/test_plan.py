@@ -67,9 +67,14 @@ def test_addresses_by_hand() -> None:
 
     def record(address: int, num_pages: int) -> PoolRecord:
         buffer = BufferRecord(
-            name="latent", address=address, num_layers=2, layer_bytes=8 * num_pages, page_bytes=8
+            name="latent",
+            dtype="int8",
+            address=address,
+            num_layers=2,
+            layer_bytes=8 * num_pages,
+            page_bytes=8,
         )
-        return PoolRecord(page_size=4, dtype="int8", num_row_pages=num_pages, buffers=(buffer,))
+        return PoolRecord(page_size=4, num_row_pages=num_pages, buffers=(buffer,))
 
     writes = plan_writes(record(1000, 10), record(5000, 20), [4, 2, 3], [9, 11, 12])
     assert list(writes) == [
@@ -102,7 +107,12 @@ def test_bad_pages(source: list[int], destination: list[int], message: str) -> N
 
 def test_pools_that_differ() -> None:
     ours = random_pool(MLA, 9, 1).record()
-    for theirs in (random_pool(DSA, 9, 1).record(), msgspec.structs.replace(ours, dtype="float16")):
+    halves = tuple(msgspec.structs.replace(b, dtype="float16") for b in ours.buffers)
+    for theirs in (
+        random_pool(DSA, 9, 1).record(),
+        msgspec.structs.replace(ours, buffers=halves),
+        msgspec.structs.replace(ours, page_size=8),
+    ):
         with pytest.raises(ValueError, match=r"the pools differ: here .* there "):
             plan_writes(ours, theirs, [1], [1])
 
