@@ -1,10 +1,11 @@
 """The index, top-k, expert and small kernels on one CUDA device: right first, then how fast.
 
     python -m benchmarks.gpu_kernels --output benchmarks/results/gpu_kernels.json
+    python -m benchmarks.gpu_kernels --tiles
 
 Shapes are DeepSeek-V3.2's. Every figure is the median of replays of a CUDA graph of many calls. The
 figures that ours are compared with were measured on a card of the same model earlier: DeepGEMM (in
-fp8, whose keys are half as wide as ours in bf16) and vLLM 0.26.0.
+fp8; ours are in bf16, whose keys are twice as wide, and in fp8) and vLLM 0.26.0.
 """
 
 from __future__ import annotations
@@ -13,16 +14,30 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 
 import torch
+from triton.runtime.errors import OutOfResources
 
-from kernels.gpu import index_logits, index_topk, moe, norm, rope, route, sampling, store, swiglu
+from kernels.fp8_keys import E4M3, Fp8Keys, IndexKeys
+from kernels.gpu import (
+    fp8,
+    index_logits,
+    index_topk,
+    moe,
+    norm,
+    rope,
+    route,
+    sampling,
+    store,
+    swiglu,
+)
 from kernels.gpu.topk import select
 from kernels.index_logits import index_logits as scores_of
 from kernels.moe import moe_reference
@@ -91,21 +106,37 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 class Index:
     q: torch.Tensor  # [N, HEADS, DIM]
     weights: torch.Tensor  # [N, HEADS]
-    keys: torch.Tensor  # [rows, DIM]
+    keys: IndexKeys  # [rows, DIM]
     pages: torch.Tensor  # [contexts, P]
 
     @classmethod
-    def draw(cls, queries: int, contexts: int, length: int) -> Index:
+    def draw(cls, queries: int, contexts: int, length: int, is_fp8: bool = False) -> Index:
         num_pages = length // PAGE
         pages = 1 + torch.randperm(contexts * num_pages, device="cuda").int()
-        keys = draw((contexts * num_pages + 1) * PAGE, DIM)
+        keys: IndexKeys = draw((contexts * num_pages + 1) * PAGE, DIM)
+        if is_fp8:
+            keys = in_fp8(keys)
         q = draw(queries, HEADS, DIM) * DIM**-0.5
         weights = draw(queries, HEADS, dtype=torch.float32)
         return cls(q, weights, keys, pages.view(contexts, num_pages))
 
+    @property
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and weights as the scores' kernels take them beside such keys."""
+        if isinstance(self.keys, Fp8Keys):
+            return fp8.quantise_queries(self.q, self.weights)
+        return self.q, self.weights
+
     def rows(self, context: int) -> torch.Tensor:
         inside = torch.arange(PAGE, device="cuda")
         return (self.pages[context].long()[:, None] * PAGE + inside).flatten()
+
+
+def in_fp8(keys: torch.Tensor) -> Fp8Keys:
+    pages = keys.new_empty((len(keys) // PAGE, PAGE * (DIM + 4)), dtype=torch.uint8)
+    held = Fp8Keys(pages, PAGE)
+    fp8.store_keys(held, torch.arange(len(keys), device=keys.device), None, keys)
+    return held
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -115,14 +146,22 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 def gate() -> None:
     """Ends the program where a kernel is wrong."""
     wrong = []
-    index = Index.draw(24, 1, 16384)
     start = 16384 - 24
-    out = torch.full((24, 16384), torch.nan, device="cuda")
-    index_logits.causal(index.q, index.weights, index.keys, index.pages[0], start, PAGE, out)
-    want = scores_of(index.q, index.weights, index.keys[index.rows(0)])
     seen = torch.arange(16384, device="cuda") <= torch.arange(start, 16384, device="cuda")[:, None]
-    if not error(out[seen], want[seen]) < 1e-5:
-        wrong.append("index scores")
+    # Tensor cores add products of e4m3 with 13 binary digits after the point.
+    for is_fp8, limit in ((False, 1e-5), (True, 1e-3)):
+        index = Index.draw(24, 1, 16384, is_fp8)
+        out = torch.full((24, 16384), torch.nan, device="cuda")
+        index_logits.causal(*index.operands, index.keys, index.pages[0], start, PAGE, out)
+        want = scores_of(index.q, index.weights, index.keys[index.rows(0)])
+        if not error(out[seen], want[seen]) < limit:
+            wrong.append(f"index scores{' in fp8' if is_fp8 else ''}")
+        out.fill_(torch.nan)
+        pages, counts = index.pages.expand(24, -1).contiguous(), _lengths(24, 16384)
+        programs = index_topk.num_programs(out.device)
+        index_logits.paged(*index.operands, index.keys, pages, counts, PAGE, out, programs)
+        if not error(out, want) < limit:
+            wrong.append(f"paged scores{' in fp8' if is_fp8 else ''}")
     for kind in ("random", "tied"):
         for num_rows, width in ((16, 8192), (16, 131072), (300, 32768)):
             scores = draw(num_rows, width, dtype=torch.float32)
@@ -149,51 +188,110 @@ def _lengths(num: int, length: int) -> torch.Tensor:
     return torch.full((num,), length, dtype=torch.int32, device="cuda")
 
 
-def prefill(flops_ceiling: float) -> list[Row]:
-    rows = []
+def prefill(flops_ceiling: float, is_fp8: bool = False) -> list[Row]:
+    rows, kind = [], " fp8" if is_fp8 else ""
     for length in (8192, 32768, 131072):
-        index = Index.draw(4096, 1, length)
+        index = Index.draw(4096, 1, length, is_fp8)
+        q, weights = index.operands
         start, flops = length - 4096, 2 * HEADS * DIM * 4096 * (length - 2048)
         step = 4096 if length < 131072 else 512
         out = torch.empty((step, length), device="cuda")
 
-        def scored(index: Index = index, start: int = start, out: torch.Tensor = out) -> None:
+        def scored(
+            q: torch.Tensor = q,
+            weights: torch.Tensor = weights,
+            index: Index = index,
+            start: int = start,
+            out: torch.Tensor = out,
+        ) -> None:
             for a in range(0, 4096, len(out)):
                 own = slice(a, a + len(out))
                 index_logits.causal(
-                    index.q[own], index.weights[own], index.keys, index.pages[0],
-                    start + a, PAGE, out,
-                )  # fmt: skip
+                    q[own], weights[own], index.keys, index.pages[0], start + a, PAGE, out
+                )
 
         took = timed([scored] * 2)
         peer = ("DeepGEMM fp8", DEEPGEMM[length])
         rate = flops / took / 1e6
         shape = f"4096 x {length // 1024}k"
-        rows.append(Row("index scores", shape, took, rate, None, rate / flops_ceiling, *peer))
+        rows.append(
+            Row(f"index scores{kind}", shape, took, rate, None, rate / flops_ceiling, *peer)
+        )
         chosen = partial(
             index_topk.causal, index.q, index.weights, index.keys, index.pages[0], start, PAGE, TOPK
         )
         took = timed([chosen] * 2)
         both = DEEPGEMM[length] + VLLM_TOPK[4096, length]
-        rows.append(Row("scores + top-k", shape, took, peer="the two", peer_microseconds=both))
+        what = f"scores + top-k{kind}"
+        rows.append(Row(what, shape, took, peer="the two", peer_microseconds=both))
     return rows
 
 
-def decode(bytes_ceiling: float) -> list[Row]:
-    rows, length = [], 32768
+def decode(bytes_ceiling: float, is_fp8: bool = False) -> list[Row]:
+    rows, length, kind = [], 32768, " fp8" if is_fp8 else ""
     for num in (1, 16, 64, 128):
-        index = Index.draw(num, num, length)
+        index = Index.draw(num, num, length, is_fp8)
         counts = _lengths(num, length)
         out = torch.empty((num, length), device="cuda")
-        own = index.q, index.weights, index.keys, index.pages, counts, PAGE
+        own = index.keys, index.pages, counts, PAGE
         programs = index_topk.num_programs(out.device)
-        took = timed([partial(index_logits.paged, *own, out, programs)] * 10)
-        rate = num * length * (DIM * 2 + 4) / took / 1e6
+        took = timed([partial(index_logits.paged, *index.operands, *own, out, programs)] * 10)
+        key_bytes = DIM + 4 if is_fp8 else DIM * 2
+        rate = num * length * (key_bytes + 4) / took / 1e6
         shape, peer = f"{num} x 32k", ("DeepGEMM fp8", DEEPGEMM_PAGED[num])
-        rows.append(Row("paged scores", shape, took, None, rate, rate / bytes_ceiling, *peer))
-        took = timed([partial(index_topk.paged, *own, TOPK)] * 5)
-        rows.append(Row("scores + top-k", shape, took))
+        rows.append(
+            Row(f"paged scores{kind}", shape, took, None, rate, rate / bytes_ceiling, *peer)
+        )
+        chosen = partial(index_topk.paged, index.q, index.weights, *own, TOPK)
+        rows.append(Row(f"scores + top-k{kind}", shape, timed([chosen] * 5)))
     return rows
+
+
+def tiles() -> None:
+    """Which ways to cut the fp8 scores are fast: the fastest of many, for a prefill and for
+    decodes, beside what kernels.gpu.index_logits takes by itself."""
+    length = 32768
+    index = Index.draw(4096, 1, length, is_fp8=True)
+    out = torch.empty((4096, length), device="cuda")
+    own = *index.operands, index.keys, index.pages[0], length - 4096, PAGE, out
+    usual = index_logits.causal_tile(HEADS, DIM, E4M3)
+    cuts = product((1, 2, 4), (64, 128), (2048, 4096, 8192), (4, 8), (2, 3, 4))
+    _fastest("prefill, 4096 x 32k", usual, cuts, partial(index_logits.causal, *own), 2)
+    for num in (1, 16, 64):
+        index, counts = Index.draw(num, num, length, is_fp8=True), _lengths(num, length)
+        out = torch.empty((num, length), device="cuda")
+        programs = index_topk.num_programs(out.device)
+        paged = partial(
+            index_logits.paged,
+            *index.operands,
+            index.keys,
+            index.pages,
+            counts,
+            PAGE,
+            out,
+            programs,
+        )
+        usual = index_logits.paged_tile(num, HEADS, DIM, E4M3)
+        cuts = product((1,), (32, 64, 128), (128, 256, 512, 1024), (2, 4, 8), (2, 3, 4, 6, 8))
+        _fastest(f"decodes, {num} x 32k", usual, cuts, paged, 10)
+
+
+def _fastest(
+    what: str,
+    usual: index_logits.Tile,
+    cuts: Iterable[tuple[int, ...]],
+    call: Callable[..., None],
+    num_calls: int,
+) -> None:
+    took: list[tuple[float, index_logits.Tile]] = []
+    for cut in [index_logits.Tile(*cut) for cut in cuts]:
+        try:
+            took.append((timed([partial(call, tile=cut)] * num_calls, repeats=3), cut))
+        except OutOfResources:
+            continue
+    print(f"{what}: {timed([partial(call, tile=usual)] * num_calls):.1f} µs with {usual}")
+    for microseconds, cut in sorted(took, key=lambda pair: pair[0])[:5]:
+        print(f"  {microseconds:.1f} µs with {cut}", flush=True)
 
 
 def topk(bytes_ceiling: float) -> list[Row]:
@@ -234,12 +332,16 @@ def small(bytes_ceiling: float) -> list[Row]:
         q, angles = draw(tokens, HEADS, DIM), draw(tokens, 32, dtype=torch.float32)
         logits, bias = (draw(*s, 256, dtype=torch.float32) for s in ((tokens,), ()))
         cache, where = draw(tokens + 64, 576), torch.randperm(tokens, device="cuda")
+        key, w = draw(tokens, DIM), draw(tokens, HEADS, dtype=torch.float32)
+        held = in_fp8(draw((tokens // PAGE + 1) * PAGE, DIM))
         gate_up, parts = draw(tokens, 2 * INNER), (x[:, :512], x[:, 512:576])
         calls: dict[str, tuple[Callable[[], object], int]] = {
             "rms norm": (partial(norm.rms_norm, x, weight, 1e-6), 2 * x.nbytes),
             "rope": (partial(rope.rope_leading, q, angles, angles, False), 2 * q.nbytes),
             "gate": (partial(route.gate, logits, bias, 8, 8, 4, True, 2.5), logits.nbytes),
             "store": (partial(store.store_rows, cache, where, None, *parts), 2 * tokens * 1152),
+            "store fp8": (partial(fp8.store_keys, held, where, None, key), tokens * (3 * DIM + 4)),
+            "queries to fp8": (partial(fp8.quantise_queries, q, w), q.nbytes * 3 // 2),
             "silu * up": (partial(swiglu.silu_mul, gate_up), gate_up.nbytes * 3 // 2),
         }
         for name, (call, num_bytes) in calls.items():
@@ -274,27 +376,41 @@ def draws() -> list[Row]:
     return rows
 
 
-def ceilings() -> tuple[float, float]:
-    """TFLOP/s of a bf16 product, TB/s of a copy, of this card."""
-    a = draw(8192, 8192)
+def ceilings() -> tuple[float, float, float]:
+    """TFLOP/s of products in bf16 and in fp8, TB/s of a copy, of this card."""
+    a, one = draw(8192, 8192), torch.ones((), device="cuda")
     flops = 2 * 8192**3 / timed([lambda: a @ a] * 4) / 1e6
+    b = a.to(E4M3)
+    call = partial(torch._scaled_mm, b, b.t(), one, one, out_dtype=torch.bfloat16)
+    fp8_flops = 2 * 8192**3 / timed([call] * 4) / 1e6
     big = torch.empty(1 << 30, dtype=torch.int8, device="cuda").random_()
     other = torch.empty_like(big)
-    return flops, 2 * big.nbytes / timed([lambda: other.copy_(big)] * 4) / 1e6
+    return flops, fp8_flops, 2 * big.nbytes / timed([lambda: other.copy_(big)] * 4) / 1e6
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
+    parser.add_argument(
+        "--tiles", action="store_true", help="try tilings of the fp8 scores instead"
+    )
     args = parser.parse_args()
     torch.manual_seed(1)
     gate()
-    flops, bandwidth = ceilings()
-    print(f"{torch.cuda.get_device_name()}: {flops:.0f} TFLOP/s bf16, {bandwidth:.2f} TB/s")
+    if args.tiles:
+        tiles()
+        return
+    flops, fp8_flops, bandwidth = ceilings()
+    print(
+        f"{torch.cuda.get_device_name()}: {flops:.0f} TFLOP/s bf16, {fp8_flops:.0f} TFLOP/s fp8, "
+        f"{bandwidth:.2f} TB/s"
+    )
     rows: list[Row] = []
     for part in (
         lambda: prefill(flops),
+        lambda: prefill(fp8_flops, is_fp8=True),
         lambda: decode(bandwidth),
+        lambda: decode(bandwidth, is_fp8=True),
         lambda: topk(bandwidth),
         lambda: experts(flops, bandwidth),
         lambda: small(bandwidth),
@@ -313,7 +429,11 @@ def main() -> None:
             "card": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "commit": commit,
-            "ceilings": {"bf16_tflops": flops, "copy_tb_per_s": bandwidth},
+            "ceilings": {
+                "bf16_tflops": flops,
+                "fp8_tflops": fp8_flops,
+                "copy_tb_per_s": bandwidth,
+            },
             "rows": [asdict(row) for row in rows],
         }
         args.output.write_text(json.dumps(result, indent=1) + "\n")

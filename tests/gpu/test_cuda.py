@@ -72,6 +72,31 @@ def test_no_forward_waits_for_the_device(folder, monkeypatch, step):
     assert client.engine.leader.runner.ahead_counts["taken"] > 0
 
 
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_index_keys_in_fp8_serve_and_nothing_waits(tmp_path, monkeypatch, cuda_graphs):
+    compute = Runner._forward_all
+
+    def strict(*args):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return compute(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    client = Client(
+        save_dsa(tmp_path),
+        device="cuda",
+        dtype="bfloat16",
+        index_cache_dtype="fp8_e4m3",
+        cuda_graphs=cuda_graphs,
+        **OPTIONS,
+    )
+    assert client.engine.bytes_per_token == 3 * (2 * 48 + 32 + 4)
+    monkeypatch.setattr(Runner, "_forward_all", strict)
+    answers(client)
+    assert all(end.finish_reason == "length" for end in client.ends.values())
+
+
 def test_a_pool_beyond_the_device_is_refused(folder):
     with pytest.raises(CapacityError, match=r"--max-total-tokens 100000000000: .* accepted are up"):
         Client(folder, device="cuda", max_total_tokens=10**11)

@@ -10,12 +10,15 @@ from kvcache.host_plan import Backup, LoadBack
 from kvcache.host_tier import HostTier
 from kvcache.layout import KVGeometry
 from kvcache.pool import KVPool
-from tests.kvcache.transfer.pools import GEOMETRIES, PAGE
+from tests.kvcache.transfer.pools import GEOMETRIES, PAGE, poison, randomise
 
 GEOMETRIES = GEOMETRIES | {
     "odd": KVGeometry(num_layers=3, latent_dim=7, index_dim=5, index_layers=(1,)),
     "656 bytes": KVGeometry(num_layers=2, latent_dim=328),
     "real": KVGeometry(num_layers=5, latent_dim=576, index_dim=128, index_layers=(0, 3)),
+    "real, fp8 index": KVGeometry(
+        num_layers=5, latent_dim=576, index_dim=128, index_layers=(0, 3), fp8_index_keys=True
+    ),
 }
 
 
@@ -41,16 +44,14 @@ def test_pages_come_back_as_they_were(geometry: str) -> None:
     tier = HostTier(pool, 50)
     source = [7, 3, 39, 40, 1, 22]
     busy()
-    for buffer in pool.buffers():
-        buffer.normal_()
+    randomise(pool)
     tier.start(Backup(id=1, device_pages=source, host_pages=[50, 2, 9, 1, 30, 31]))
     before = digests(pool, source)
     torch.cuda.synchronize()
     assert tier.poll() == [1]
     assert tier.object(9).numpy().tobytes() == before[2]
     busy()
-    for buffer in pool.buffers():
-        buffer.fill_(torch.nan)
+    poison(pool)
     tier.start(LoadBack(id=2, host_pages=[31, 30, 1, 9, 2, 50], device_pages=[4, 5, 6, 8, 9, 10]))
     for layer in range(GEOMETRIES[geometry].num_layers):
         tier.wait_layer(layer)
@@ -71,15 +72,13 @@ def test_large_pages_go_by_the_copy_engine_and_come_back_as_they_were() -> None:
     assert 1 < num_staged < 60
     source, places = list(range(60, 0, -1)), list(range(1, 61))
     busy()
-    for buffer in pool.buffers():
-        buffer.normal_()
+    randomise(pool)
     tier.start(Backup(id=1, device_pages=source, host_pages=places))
     before = [buffer.clone() for buffer in pool.buffers()]
     busy()
     torch.cuda.synchronize()
     assert tier.poll() == [1]
-    for buffer in pool.buffers():
-        buffer.fill_(torch.nan)
+    poison(pool)
     tier.start(LoadBack(id=2, host_pages=places, device_pages=source))
     for layer in range(geometry.num_layers):
         tier.wait_layer(layer)

@@ -14,7 +14,7 @@ from kvcache.pool import KVPool
 from kvcache.transfer.digest import page_digest
 from kvcache.transfer.mooncake import MooncakeEngine
 from kvcache.transfer.plan import register_pool
-from tests.kvcache.transfer.pools import GEOMETRIES, PAGE
+from tests.kvcache.transfer.pools import GEOMETRIES, PAGE, randomise
 
 NUM_PAGES = 12
 
@@ -46,8 +46,7 @@ def test_what_the_device_has_still_to_write_is_waited_for(geometry: str) -> None
     matrix = torch.rand(4096, 4096, device="cuda")
     for _ in range(50):
         matrix = matrix @ matrix / matrix.norm()
-    for buffer in ours.buffers():
-        buffer.normal_()
+    randomise(ours)
     pusher.push("room", pages, [page - 1 for page in pages], True)
     report = reports.get(timeout=60)
     assert (report.status, report.error, report.num_pages) == ("done", "", NUM_PAGES)

@@ -39,6 +39,7 @@ def test_defaults_are_those_the_documents_name() -> None:
         ("--page-size", "0", "a whole number, 1 or more"),
         ("--max-total-tokens", "1e3", "a whole number, 1 or more"),
         ("--dtype", "int8", "one of auto, float32, bfloat16, float16"),
+        ("--index-cache-dtype", "fp8", "one of auto, fp8_e4m3"),
         ("--log-level", "loud", "one of debug, info, warning, error"),
         ("--device", "tpu", "auto, cpu, cuda or cuda:N"),
         ("--drain-timeout-s", "nan", "a number, 0 or more"),

@@ -21,13 +21,17 @@ def random_pool(
     geometry: KVGeometry, num_pages: int, seed: int, *, size: int = 1, rank: int = 0
 ) -> KVPool:
     pool = KVPool.create(geometry, PAGE, num_pages, torch.bfloat16, cp_size=size, cp_rank=rank)
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    randomise(pool, torch.Generator().manual_seed(1000 * seed + rank))
+    return pool
+
+
+def randomise(pool: KVPool, generator: torch.Generator | None = None) -> None:
+    """`generator`: one of the pool's device."""
     for buffer in pool.buffers():
         if buffer.dtype == torch.uint8:
             buffer.random_(generator=generator)
         else:
-            buffer.copy_(torch.randn(buffer.shape, generator=generator))
-    return pool
+            buffer.normal_(generator=generator)
 
 
 def poison(pool: KVPool) -> None:
