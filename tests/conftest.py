@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from hypothesis import settings
 
 from tests.served import Served, serving
 
@@ -26,6 +27,10 @@ if importlib.util.find_spec("triton") is not None:
         import triton.language
 
         triton.knobs.runtime.interpret = True
+
+# How long an example takes is the machine's business.
+settings.register_profile("plait", deadline=None)
+settings.load_profile("plait")
 
 collect_ignore = ["browser", "gpu"]  # make test-browser, make test-gpu
 

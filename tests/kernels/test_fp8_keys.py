@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.fp8_keys import E4M3, Fp8Keys, quantise, quantise_queries, store_keys
@@ -40,7 +40,6 @@ def test_every_e4m3_number_is_left_as_it_is() -> None:
     assert values.view(torch.uint8)[0, 1:].tolist() == codes
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.lists(
