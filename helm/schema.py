@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from server.arguments import options_of
-from server.config import OPTIONS
-from server.option import Option
+from server.options.arguments import options_of
+from server.options.config import OPTIONS
+from server.options.option import Option
 
 SCHEMA = Path(__file__).parent / "values.schema.json"
 ROLES = ("frontend", "prefill", "decode")

@@ -10,13 +10,13 @@ from starlette.responses import Response
 
 from engine.types import FinishReason
 from server import health, status
-from server.client import EngineClient
-from server.config import ServeConfig
-from server.loading import api_keys
+from server.dispatch.client import EngineClient
 from server.metrics import CONTENT_TYPE
 from server.middleware import BodyLimit, KeyGuard, LastAnswer, RequestId
 from server.openai import chat, completions, document, errors, models, tokenize
 from server.openai.api import Api
+from server.options.config import ServeConfig
+from server.options.loading import api_keys
 from server.playground import page
 from server.tokenizer import Tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from starlette.responses import Response
 
-from server.client import EngineClient
+from server.dispatch.client import EngineClient
 from server.openai.errors import RETRY_AFTER_S
 
 

@@ -31,13 +31,13 @@ from engine.process import set_title
 from engine.tracing import open_tracer
 from server import logs, model_source
 from server.app import create_app
-from server.client import EngineClient
-from server.config import ConfigError, ServeConfig
 from server.discovery.discovery import Discovery, sources_of
 from server.discovery.places import Source
+from server.dispatch.client import EngineClient
 from server.generation import Limits
 from server.http_server import HttpServer, listen, url_of
-from server.loading import api_keys
+from server.options.config import ConfigError, ServeConfig
+from server.options.loading import api_keys
 from server.supervisor import Supervisor, WorkerFailedError
 from server.tokenizer import Tokenizer, TokenizerError
 from server.topology import count_gpus, plan_topology, worker_configs

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from engine.types import CACHE_INFO_LABELS, Role
 from server.discovery.places import REASONS
-from server.fleet import Fleet, Loss
+from server.dispatch.fleet import Fleet, Loss
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from server.config import DEFAULT_MODEL
+from server.options.config import DEFAULT_MODEL
 from server.supervisor import PACKAGE_ROOT
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

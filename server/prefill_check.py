@@ -27,9 +27,9 @@ from engine.messages import Drain, Heartbeat, Hello, Outputs, Submit
 from engine.types import MetricFamily, Request, SamplingParams, TokenOut
 from server import logs, model_source
 from server.bench.workload import corpus
-from server.config import ConfigError, ServeConfig
 from server.launcher import socket_folder
-from server.loading import load
+from server.options.config import ConfigError, ServeConfig
+from server.options.loading import load
 from server.supervisor import KILL_AFTER_S, PACKAGE_ROOT, worker_command
 from server.tokenizer import Tokenizer, TokenizerError
 from server.topology import worker_config

@@ -13,8 +13,8 @@ from typing import Literal
 
 from engine.process import unblock_signals
 from server import logs, model_source
-from server.config import ServeConfig
 from server.launcher import read_key
+from server.options.config import ServeConfig
 from server.supervisor import PACKAGE_ROOT, WORKER_ENVIRONMENT, worker_command
 from server.topology import hash_salt, worker_config
 

@@ -9,8 +9,8 @@ import msgspec
 from starlette.responses import Response
 
 from engine.types import Load
-from server.client import EngineClient
-from server.fleet import Worker
+from server.dispatch.client import EngineClient
+from server.dispatch.fleet import Worker
 from server.health import state
 
 # Workers speak twice a second: one that said nothing between two looks, two seconds apart, is late.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine.config import WorkerConfig
 from engine.types import Role
-from server.config import ConfigError, ServeConfig
+from server.options.config import ConfigError, ServeConfig
 
 _CPU_CP_SIZE = 2
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from server import arguments
 from server.bench import options as bench_options
-from server.config import DEFAULT_MODEL, ConfigError, ServeConfig
-from server.loading import api_keys, load, misspelt_variables
+from server.options import arguments
+from server.options.config import DEFAULT_MODEL, ConfigError, ServeConfig
+from server.options.loading import api_keys, load, misspelt_variables
 
 # Exit codes: 0 done, 1 it failed, 2 a bad option (as argparse has it).
 FAILED = 1

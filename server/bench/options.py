@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from server.config import ConfigError
+from server.options.config import ConfigError
 
 ENDPOINTS = ("completions", "chat")
 

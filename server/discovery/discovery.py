@@ -11,12 +11,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from server.config import ServeConfig
 from server.discovery.dns import DnsSource
 from server.discovery.kubernetes import KubernetesSource
 from server.discovery.kubernetes_api import KubernetesApi
 from server.discovery.places import Place, Reason, Source, dns_name, kind_of, kubernetes_service
 from server.metrics import Metrics
+from server.options.config import ServeConfig
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from server.config import ConfigError
+from server.options.config import ConfigError
 
 CONNECT_S = 5.0
 ANSWER_S = 15.0

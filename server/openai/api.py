@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from server.chat_template import TemplateError
-from server.client import EngineClient
-from server.config import ServeConfig
-from server.fleet import Capabilities
+from server.dispatch.client import EngineClient
+from server.dispatch.fleet import Capabilities
 from server.generation import EngineError
 from server.openai.errors import APIError, invalid, overloaded
 from server.openai.schema import Message
+from server.options.config import ServeConfig
 from server.tokenizer import Tokenizer
 
 

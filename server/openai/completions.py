@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from engine.types import Request, SamplingParams, TokenLogprob
 from server.answer import Delta
-from server.fleet import Capabilities
+from server.dispatch.fleet import Capabilities
 from server.generation import Submission
 from server.openai import sampling
 from server.openai.api import Api

@@ -9,11 +9,11 @@ import secrets
 from collections.abc import Mapping
 
 from engine.types import SamplingParams
-from server.config import ServeConfig
-from server.fleet import Capabilities
+from server.dispatch.fleet import Capabilities
 from server.openai.api import context_exceeded
 from server.openai.errors import invalid, unsupported
 from server.openai.schema import GenerationBody
+from server.options.config import ServeConfig
 
 MAX_STOP_TOKEN_IDS = 256
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kvcache.events import page_hashes
-from server.fleet import Capabilities
+from server.dispatch.fleet import Capabilities
 from server.router.breath import Breath
 
 _INLINE_TOKENS = 4096  # hashed on the event loop: more would hold it up

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from server.fleet import Fleet, Worker
+from server.dispatch.fleet import Fleet, Worker
 from server.router.overload import OverloadHints
 from server.router.policy import POLICIES, Candidate
 from server.router.prefix_index import PrefixIndex

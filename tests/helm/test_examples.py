@@ -11,9 +11,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from server.arguments import options_of
-from server.loading import load
-from server.option import ENV_PREFIX
+from server.options.arguments import options_of
+from server.options.loading import load
+from server.options.option import ENV_PREFIX
 from server.verbs import _parser
 from tests.helm.chart import CHART, EXAMPLES, Manifest, Rendered, render, render_example, run
 

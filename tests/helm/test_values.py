@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helm.schema import OF_THE_CHART, SCHEMA, definitions
-from server.config import ServeConfig
+from server.options.config import ServeConfig
 from tests.helm.chart import render, template
 
 GPU = {"accelerator": {"kind": "nvidia"}}

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvcache.transfer import system
-from server.config import ServeConfig
+from server.options.config import ServeConfig
 from server.verbs import _parser
 from tests.image import dockerfile
 from tests.image.dockerfile import ROOT

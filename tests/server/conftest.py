@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from server.option import ENV_PREFIX
+from server.options.option import ENV_PREFIX
 from tests.server.scripted import ANSWER, MODEL_NAME, Server, reply, serving
 
 

@@ -25,10 +25,10 @@ from engine.messages import Submit
 from engine.tracing import NO_TRACER, Tracer
 from engine.types import TokenLogprob, TokenOut
 from server.app import create_app
-from server.client import EngineClient
-from server.config import ServeConfig
+from server.dispatch.client import EngineClient
 from server.generation import Limits
 from server.http_server import HttpServer
+from server.options.config import ServeConfig
 from server.tokenizer import Tokenizer
 from tests.server.worker import Script, ScriptedWorker
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from server.arguments import NOT_FOR, parse
-from server.config import ServeConfig
+from server.options.arguments import NOT_FOR, parse
+from server.options.config import ServeConfig
 from server.verbs import main
 
 pytestmark = pytest.mark.usefixtures("no_variables_of_the_developer")

@@ -17,7 +17,7 @@ from server.bench import runner, workload
 from server.bench.client import RequestResult
 from server.bench.options import BenchOptions, Span, from_args
 from server.bench.summary import summarise
-from server.config import ConfigError
+from server.options.config import ConfigError
 from server.verbs import main
 
 PIECES = re.compile(r"\s*\S+|\s+$")  # the scripted tokenizer: a word with the space before it

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.arguments import parse
-from server.config import DEFAULT_MODEL, ConfigError
-from server.loading import api_keys, load
+from server.options.arguments import parse
+from server.options.config import DEFAULT_MODEL, ConfigError
+from server.options.loading import api_keys, load
 from server.verbs import main
 
 pytestmark = pytest.mark.usefixtures("no_variables_of_the_developer")

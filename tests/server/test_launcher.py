@@ -17,7 +17,7 @@ import pytest
 
 from engine.config import WorkerConfig
 from server import http_server, launcher, model_source
-from server.arguments import parse
+from server.options.arguments import parse
 from server.supervisor import (
     MAX_FAILED_STARTS,
     MAX_SILENT_LOOKS,

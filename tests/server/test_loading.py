@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.arguments import parse
-from server.config import OPTIONS, ConfigError
-from server.loading import OTHER_VARIABLES, api_keys, load, misspelt_variables
+from server.options.arguments import parse
+from server.options.config import OPTIONS, ConfigError
+from server.options.loading import OTHER_VARIABLES, api_keys, load, misspelt_variables
 from server.verbs import main
 
 pytestmark = pytest.mark.usefixtures("no_variables_of_the_developer")

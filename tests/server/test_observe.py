@@ -12,7 +12,7 @@ from engine.messages import Hello
 from engine.metrics.worker import WorkerMetrics
 from engine.types import MetricFamily, Role
 from kvcache.transfer.loopback import LoopbackNetwork
-from server.fleet import Fleet
+from server.dispatch.fleet import Fleet
 from server.metrics import Metrics
 from tests.documented import DOCS, documented
 from tests.engine.handoff.pair import Pair

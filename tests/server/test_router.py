@@ -10,7 +10,7 @@ import pytest
 
 from engine.messages import Submit
 from engine.types import Load, TokenOut
-from server.client import EngineClient
+from server.dispatch.client import EngineClient
 from server.generation import Limits
 from tests.server.scripted import Script, Server, reply, serving
 from tests.server.stream import SPOKEN, TEXT, TOKENIZER, Stream, stalling

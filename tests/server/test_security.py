@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from server.config import ServeConfig
-from server.loading import api_keys
+from server.options.config import ServeConfig
+from server.options.loading import api_keys
 from tests.server.scripted import MODEL_NAME, Server, reply, serving
 
 GUARDED = [

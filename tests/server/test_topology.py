@@ -13,9 +13,9 @@ import pytest
 from engine.cluster_key import ClusterKey
 from engine.config import WorkerConfig
 from server import roles, topology
-from server.arguments import parse
-from server.config import ConfigError
-from server.loading import load
+from server.options.arguments import parse
+from server.options.config import ConfigError
+from server.options.loading import load
 from server.topology import Topology, hash_salt, plan_topology, worker_config, worker_configs
 from server.verbs import main
 

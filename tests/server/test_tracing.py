@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from engine.tracing import OtlpTracer, traces_url
-from server.arguments import parse
-from server.config import ConfigError
 from server.generation import Limits
+from server.options.arguments import parse
+from server.options.config import ConfigError
 from server.topology import worker_config
 from tests.collector import Collector, Received, collecting
 from tests.served import serving as serving_processes

@@ -14,10 +14,10 @@ import pytest
 
 from engine.messages import Submit
 from engine.types import TokenOut
-from server.config import ConfigError
 from server.discovery.kubernetes import KubernetesSource
 from server.discovery.kubernetes_api import KubernetesApi
 from server.discovery.places import kubernetes_service
+from server.options.config import ConfigError
 from tests.server.discovery.fake_api import SERVICE, FakeApi, endpoint
 from tests.server.discovery.following import (
     ITEM,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcache.events import page_hashes
-from server.fleet import Capabilities
+from server.dispatch.fleet import Capabilities
 from server.router.prompt_hashes import hash_prompts, prompt_hashes
 
 

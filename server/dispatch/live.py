@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from engine.tracing import Attributes, Span
 from engine.types import Request
 from server.answer import Answer
-from server.fleet import Worker
+from server.dispatch.fleet import Worker
 from server.generation import Generation
 from server.router.router import Choice
 

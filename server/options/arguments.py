@@ -9,9 +9,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from server.config import OPTIONS, ServeConfig
-from server.loading import load
-from server.option import ENV_PREFIX, Option
+from server.options.config import OPTIONS, ServeConfig
+from server.options.loading import load
+from server.options.option import ENV_PREFIX, Option
 
 # Which groups of options each verb takes as flags; all are read from the environment and the file.
 _SERVING = ("model", "network", "limits", "operation")

@@ -12,9 +12,9 @@ from engine.channel import Channel, Disconnected, Event
 from engine.messages import Goodbye, Heartbeat, Hello
 from engine.peers import LOOK_S
 from server.discovery.places import Place
-from server.fleet import Fleet, Loss, Refused
+from server.dispatch.fleet import Fleet, Loss, Refused
+from server.dispatch.requests import Requests
 from server.metrics import Metrics
-from server.requests import Requests
 from server.router.router import Router
 
 logger = logging.getLogger(__name__)

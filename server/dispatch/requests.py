@@ -15,10 +15,10 @@ from engine.tracing import Tracer
 from engine.types import ModelId
 from server.answer import Answer, Delta
 from server.detokenizer import AnswerText, TokenBytes
-from server.dispatcher import Dispatcher
-from server.fleet import Fleet, Worker
+from server.dispatch.dispatcher import Dispatcher
+from server.dispatch.fleet import Fleet, Worker
+from server.dispatch.live import Live
 from server.generation import EngineError, Generation, Limits, Quota, Submission
-from server.live import Live
 from server.metrics import Metrics
 from server.router.router import Router
 

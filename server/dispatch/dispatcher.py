@@ -12,9 +12,9 @@ from typing import Literal
 
 from engine.channel import Channel
 from engine.messages import Abort, Route, Submit
-from server.fleet import Fleet
+from server.dispatch.fleet import Fleet
+from server.dispatch.live import Live
 from server.generation import NO_WORKER, EngineError, Limits
-from server.live import Live
 from server.metrics import Metrics
 from server.router.router import Router
 

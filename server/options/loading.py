@@ -17,8 +17,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
-from server.config import OPTIONS, ConfigError, ServeConfig
-from server.option import ENV_PREFIX, Option
+from server.options.config import OPTIONS, ConfigError, ServeConfig
+from server.options.option import ENV_PREFIX, Option
 
 # Variables that are plait's and no options: where models lie, a file of options, what a pull reads.
 OTHER_VARIABLES = ("HOME", "CONFIG", "PULL_SOURCE")

@@ -13,12 +13,12 @@ from engine.cluster_key import ClusterKey
 from engine.messages import HandBack
 from engine.tracing import NO_TRACER, Tracer
 from server.detokenizer import TokenBytes
-from server.fleet import Capabilities, Fleet
+from server.dispatch.fleet import Capabilities, Fleet
+from server.dispatch.reader import Event, Reader
+from server.dispatch.requests import Requests
+from server.dispatch.roster import Roster
 from server.generation import NO_WORKER, EngineError, Limits
 from server.metrics import Metrics
-from server.reader import Event, Reader
-from server.requests import Requests
-from server.roster import Roster
 from server.router.router import Router
 
 

