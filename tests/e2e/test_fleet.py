@@ -5,6 +5,7 @@ does it all, whatever is killed or held up meanwhile, and everything is given ba
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import signal
@@ -186,7 +187,8 @@ def test_a_process_that_is_held_up_is_waited_for_or_replaced(
         for _ in itertools.repeat(None, 20):  # some rounds of heartbeats pass
             await asyncio.to_thread(fleet.status)
         assert before <= fleet.served.metrics()("plait_output_tokens_total")
-        process.send_signal(signal.SIGCONT)
+        with contextlib.suppress(psutil.NoSuchProcess):  # on a slow machine: it was replaced
+            process.send_signal(signal.SIGCONT)
         answers = await task
 
     asyncio.run(run())

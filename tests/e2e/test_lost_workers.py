@@ -23,7 +23,7 @@ from tests.e2e.asking import (
     tell,
     tell_one_at_a_time,
 )
-from tests.served import Served, serving
+from tests.served import LINE_TIMEOUT_S, Served, serving
 
 pytestmark = pytest.mark.e2e
 
@@ -63,7 +63,7 @@ async def told_while(served: Served, strike: Callable[[int], None]) -> list[Answ
             *(tell(http, ask, lambda number=number: on_chunk(number)) for number, ask in asks)
         )
     assert len(begun) == NUM_STREAMS
-    assert not worker.is_running()
+    worker.wait(LINE_TIMEOUT_S)
     return answers
 
 
