@@ -5,9 +5,10 @@
 Needs Prometheus and its Alertmanager (Debian: prometheus, prometheus-alertmanager) and takes some
 five minutes. Starts `plait serve` with a small random model and host tiers, lets a real Prometheus
 scrape it, loads it with `plait bench`, kills workers, overruns the queue, and then asks every query
-of every panel. GPU panels are asked of a page in dcgm-exporter's format with names of its default
-counters: no GPU is looked at. Exits with 1 where a panel is empty, an alert of MUST_FIRE does not
-reach the Alertmanager, or names from requests become series.
+of every panel. A second front end, of another model, refuses the same workers. GPU panels are asked
+of a page in dcgm-exporter's format with names of its default counters: no GPU is looked at. Exits
+with 1 where a panel is empty, an alert of MUST_FIRE does not reach the Alertmanager, or names from
+requests become series.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from scripts.dashboards.asked import Query, load, num_numbers, queries_of
 from scripts.dashboards.build import DASHBOARDS, RULE_TESTS, RULES
 from scripts.dashboards.monitors import (
     SCRAPE_S,
+    Alert,
     MissingToolError,
     Monitors,
     monitoring,
@@ -42,7 +44,13 @@ from scripts.dashboards.monitors import (
 from tests.served import Served, serving
 from tests.tiny import save_dsa_chat
 
-MUST_FIRE = {"PlaitWorkersLost", "PlaitRejects", "PlaitNoReadyPair"}
+UNDER_LOAD = {
+    Alert("plait", "PlaitWorkersLost"),
+    Alert("plait", "PlaitRejects"),
+    Alert("another", "PlaitWorkersRefused"),
+}
+NO_PAIR = Alert("plait", "PlaitNoReadyPair")
+MUST_FIRE = {*UNDER_LOAD, NO_PAIR}
 FLAGS = (
     *("--prefill-max-total-tokens", "1024", "--decode-max-total-tokens", "4096"),
     *("--max-queued-requests", "64", "--max-replays", "20"),
@@ -78,7 +86,7 @@ def recorded_gpus() -> Iterator[str]:
         server.server_close()
 
 
-def go_wrong(served: Served, monitors: Monitors) -> set[str]:
+def go_wrong(served: Served, monitors: Monitors) -> set[Alert]:
     """Load and failures; the alerts that came of them."""
     fleet = trouble.Fleet(served)
     has_come = partial(_has_come, monitors)
@@ -96,18 +104,18 @@ def go_wrong(served: Served, monitors: Monitors) -> set[str]:
         num_refused = trouble.overrun(served, 200)
         log.print(f"overrun: {num_refused} of 200 answered 503")
     log.print("waiting for alerts")
-    for name in ("PlaitWorkersLost", "PlaitRejects"):
-        until(partial(has_come, name), f"{name} fires")
+    for alert in UNDER_LOAD:
+        until(partial(has_come, alert), f"{alert} fires")
     log.print("no decode worker")
     with trouble.without_decode(fleet):
-        until(partial(has_come, "PlaitNoReadyPair"), "PlaitNoReadyPair fires")
+        until(partial(has_come, NO_PAIR), f"{NO_PAIR} fires")
         seen = monitors.alerts()
     until(fleet.is_whole, "all workers are there again")
     return seen
 
 
-def _has_come(monitors: Monitors, name: str) -> bool:
-    return name in monitors.alerts()
+def _has_come(monitors: Monitors, alert: Alert) -> bool:
+    return alert in monitors.alerts()
 
 
 def num_series(monitors: Monitors) -> int:
@@ -172,6 +180,7 @@ def main() -> int:
             targets = {
                 "plait": served.url.removeprefix("http://"),
                 "gpus": stack.enter_context(recorded_gpus()),
+                "another": stack.enter_context(trouble.another_model(served, default_model_path())),
             }
             monitors = stack.enter_context(monitoring(folder, targets, RULES))
             start_s = time.time()
@@ -188,7 +197,7 @@ def main() -> int:
     except (MissingToolError, subprocess.CalledProcessError, TimeoutError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"alerts that reached the Alertmanager: {', '.join(sorted(alerts))}")
+    print(f"alerts that reached the Alertmanager: {', '.join(sorted(map(str, alerts)))}")
     print(f"series before and after {trouble.NUM_ODD} requests with odd names: {before}, {after}")
     is_good = not empty and before == after and alerts >= MUST_FIRE
     return 0 if is_good else 1

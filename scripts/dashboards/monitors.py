@@ -55,6 +55,15 @@ def free_port() -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Alert:
+    job: str  # empty where nothing was scraped
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.job}" if self.job else self.name
+
+
+@dataclass(frozen=True, slots=True)
 class Monitors:
     prometheus: str  # URLs
     alertmanager: str
@@ -77,10 +86,11 @@ class Monitors:
         found: list[Any] = answer["data"]["result"]
         return found
 
-    def alerts(self) -> set[str]:
-        """Names of the alerts that have reached the Alertmanager and go on."""
+    def alerts(self) -> set[Alert]:
+        """Those that have reached the Alertmanager and go on."""
         answer = httpx.get(f"{self.alertmanager}/api/v2/alerts", timeout=60).json()
-        return {alert["labels"]["alertname"] for alert in answer}
+        labels = [alert["labels"] for alert in answer]
+        return {Alert(of.get("job", ""), of["alertname"]) for of in labels}
 
 
 @contextlib.contextmanager

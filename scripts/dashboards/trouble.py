@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-from scripts.dashboards.monitors import until
+from scripts.dashboards.monitors import free_port, until
 from server.bench.workload import corpus
 from tests.served import PLAIT, Served
 
@@ -88,6 +89,25 @@ def without_decode(fleet: Fleet) -> Iterator[None]:
         yield
     finally:
         held[0].resume()
+
+
+@contextlib.contextmanager
+def another_model(served: Served, model: Path) -> Iterator[str]:
+    """host:port of a front end of the same workers that holds this model, not theirs: it refuses
+    them. Ends with the block."""
+    fleet = Fleet(served)
+    until(fleet.is_whole, "all workers are there")
+    port = free_port()
+    addresses = ",".join(worker["address"] for worker in fleet.workers())
+    argv = ["frontend", "--model", str(model), "--port", str(port), "--workers", addresses]
+    process = subprocess.Popen(
+        [*PLAIT, *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def refused(served: Served) -> None:
