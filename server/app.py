@@ -11,10 +11,11 @@ from starlette.responses import Response
 from engine.types import FinishReason
 from server import health, status
 from server.dispatch.client import EngineClient
+from server.generation import EngineError, ErrorKind
 from server.metrics import CONTENT_TYPE
 from server.middleware import BodyLimit, KeyGuard, LastAnswer, RequestId
 from server.openai import chat, completions, document, errors, models, tokenize
-from server.openai.api import Api
+from server.openai.api import Api, from_engine
 from server.options.config import ServeConfig
 from server.options.loading import api_keys
 from server.playground import page
@@ -42,6 +43,9 @@ def create_app(config: ServeConfig, client: EngineClient, tokenizer: Tokenizer) 
     for route in (chat.ROUTE, completions.ROUTE):
         for reason in get_args(FinishReason):
             client.metrics.requests.labels(route, reason)
+    for kind in get_args(ErrorKind):
+        error = from_engine(EngineError(kind, ""))
+        client.metrics.errors.labels(error.kind, str(error.status))
     _add_routes(app, Api(config, client, tokenizer))
     document.describe(app)
     errors.install(app, count_error)

@@ -63,6 +63,23 @@ def test_counts_of_one_request() -> None:
     assert ready == {"colocated": 1, "prefill": 0, "decode": 0}
 
 
+def test_what_alerts_tell_of_is_counted_from_zero_on() -> None:
+    """A burst between two scrapes would otherwise be a first sample, without any growth."""
+    with serving() as server:
+        found = scrape(server)
+    zero = {
+        (dict(labels)["kind"], dict(labels)["status"])
+        for (name, labels), value in found.items()
+        if name == "plait_errors_total" and value == 0
+    }
+    assert zero == {
+        ("overloaded", "503"),
+        ("unavailable", "503"),
+        ("worker_lost", "503"),
+        ("worker_error", "500"),
+    }
+
+
 def test_families_of_workers_are_merged_by_slot_and_role() -> None:
     with serving() as server:
         token_ids = server.tokenizer.encode("fine")
