@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
 
+from scripts.run_chart.containers import in_bytes
 from server.options.arguments import options_of
 from server.options.loading import load
 from server.options.option import ENV_PREFIX
@@ -63,6 +65,23 @@ def test_strict_validation_finds_a_wrong_key() -> None:
     manifest["spec"]["containers"][0]["comand"] = []
     with pytest.raises(kubernetes_validate.ValidationError, match="comand"):
         kubernetes_validate.validate(manifest, "1.37", strict=True)
+
+
+def test_full_pools_fit_the_memory_of_the_cpu_demo(default_model: Path) -> None:
+    """A pool takes its memory as it fills: one that is too large would be killed, much later."""
+    config = json.loads((default_model / "config.json").read_text())
+    row = config["kv_lora_rank"] + config["qk_rope_head_dim"] + config["index_head_dim"]
+    token_bytes = 4 * row * config["num_hidden_layers"]  # KV is float32 on a CPU
+    weights = sum(file.stat().st_size for file in default_model.glob("*.safetensors"))
+    libraries = 250 * 2**20
+    for role in ("prefill", "decode"):
+        container = render_example("cpu-demo").container(role)
+        flags = {flag: value for flag, _, value in (a.partition("=") for a in container["args"])}
+        variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+        num_tokens = int(variables[f"{ENV_PREFIX}MAX_TOTAL_TOKENS"])
+        num_ranks = int(flags.get("--prefill-cp-size", 1))
+        needed = num_ranks * (num_tokens * token_bytes + weights + libraries)
+        assert needed < in_bytes(container["resources"]["limits"]["memory"])
 
 
 def test_names_are_there_once(rendered: Rendered) -> None:
