@@ -17,6 +17,7 @@ from server.bench.workload import corpus
 from tests.served import PLAIT, Served
 
 COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 NUM_ODD = 10_000  # requests with names of their own
 
 
@@ -118,6 +119,7 @@ def refused(served: Served) -> None:
         http.post(COMPLETIONS, content=b"{")
         http.post(COMPLETIONS, json={"model": "nobody's", "prompt": "x"})
         http.post(COMPLETIONS, json={"model": served.model, "prompt": "x", "temperature": 9})
+        http.post(CHAT, json={"model": served.model, "messages": "none"})
 
 
 def overrun(served: Served, num: int) -> int:
@@ -172,7 +174,7 @@ def odd_names(served: Served) -> None:
                 await http.post(COMPLETIONS, json=body, headers=headers)
             case _:
                 body = {"model": served.model, "messages": "none", f"field-{number}": 1}
-                await http.post(f"/v1/chat/completions?q={number}", json=body, headers=headers)
+                await http.post(f"{CHAT}?q={number}", json=body, headers=headers)
 
     async def ask_all() -> None:
         async with httpx.AsyncClient(base_url=served.url, timeout=600) as http:
