@@ -54,8 +54,12 @@ class ClusterKey:
         """A new key in a new file that only its owner may read. FileExistsError where it exists."""
         _, secret = zmq.curve_keypair()
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(secret + b"\n")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(secret + b"\n")
+        except BaseException:
+            path.unlink(missing_ok=True)  # a part of a key, or none
+            raise
 
 
 class _OnlyMembers:

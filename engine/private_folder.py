@@ -37,7 +37,7 @@ class PrivateFolder:
             raise
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -58,9 +58,20 @@ def _remove_if_left(folder: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
             # Another may have removed it between the two calls, and its name be taken again.
             if os.path.samestat(os.fstat(lock), (folder / _LOCK).lstat()):
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
     finally:
         os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    """The lock last: who is killed before leaves a folder that the next start knows for ours."""
+    with contextlib.suppress(OSError):
+        for held in folder.iterdir():
+            if held.is_dir() and not held.is_symlink():
+                _remove(held)
+            elif held.name != _LOCK:
+                os.unlink(held)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_ours(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:

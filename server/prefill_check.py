@@ -35,6 +35,7 @@ from server.tokenizer import Tokenizer, TokenizerError
 from server.topology import worker_config
 
 NUM_SHOWN = 5  # likeliest next tokens
+MAX_PROMPT_TOKENS = 10_000_000  # of --prompt-tokens: what fits a message
 _POLL_S = 0.2
 
 
@@ -131,6 +132,7 @@ class _Session:
         self._channel = channel
         self._process = process
         self._worker = ""
+        self._hello: Hello | None = None
         self._outs: list[TokenOut] = []
         self._families: list[MetricFamily] = []
         self._num_beats = 0
@@ -142,8 +144,13 @@ class _Session:
         prompt_ids: Sequence[int],
         num_tokens: int,
     ) -> Report:
-        while not self._worker:
+        while self._hello is None:
             self._receive()
+        if len(prompt_ids) + num_tokens > self._hello.context_length:
+            raise PrefillCheckError(  # before it is sent: what no message holds is not answered
+                f"{len(prompt_ids)} prompt tokens and {num_tokens} more are over the context length"
+                f" of {self._hello.context_length}"
+            )
         request = Request(
             rid=secrets.token_hex(8),
             token_ids=list(prompt_ids),
@@ -195,7 +202,7 @@ class _Session:
     def _take(self, address: str, message: Event) -> None:
         match message:
             case Hello():
-                self._worker = address
+                self._worker, self._hello = address, message
             case Outputs(outs=outs):
                 self._outs += outs
             case Heartbeat(metrics=families):
@@ -223,8 +230,10 @@ def _prompt_ids(own: dict[str, object], tokenizer: Tokenizer) -> list[int]:
     ids = tokenizer.encode(text)
     if own["prompt"] is None and own["prompt_file"] is None:
         num = 700 if own["prompt_tokens"] is None else int(str(own["prompt_tokens"]))
-        if num < 1:
-            raise ConfigError(f"--prompt-tokens {num}: expected a whole number, 1 or more")
+        if not 1 <= num <= MAX_PROMPT_TOKENS:
+            raise ConfigError(
+                f"--prompt-tokens {num}: expected a whole number from 1 to {MAX_PROMPT_TOKENS}"
+            )
         ids = (ids * math.ceil(num / len(ids)))[:num]
     if not ids:
         raise ConfigError("--prompt: expected text of at least one token")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
 import os
 import sys
@@ -23,9 +24,12 @@ BAD_OPTION = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the process's exit code."""
     parser = _parser()
-    args = vars(parser.parse_args(argv))
+    known, unknown = parser.parse_known_args(argv)
+    args = vars(known)
     verb = args.pop("verb", None)
     if verb is None:
+        if unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         parser.print_help()
         return 0
     run = {
@@ -40,11 +44,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         "prefill-check": _prefill_check,
     }[verb]
     try:
+        if unknown:
+            raise ConfigError(_no_such_flag(verb, unknown[0]))
         return run(args)
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"plait {verb}: {line}", file=sys.stderr)
         return BAD_OPTION
+
+
+def _no_such_flag(verb: str, word: str) -> str:
+    """What to say of a word that the verb does not know; of a flag without its value, which may be
+    a secret."""
+    flag = word.partition("=")[0] if word.startswith("-") else word
+    flags = [o.flag for o in arguments.options_of(verb)] if verb in arguments.GROUPS else []
+    near = difflib.get_close_matches(flag, flags, n=1)
+    known = f"did you mean {near[0]}?" if near else f"`plait {verb} --help` lists those there are"
+    return f"{flag}: no such option; {known}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,15 +137,25 @@ def _check_host_tier(config: ServeConfig, origins: _Origins) -> None:
 def _read_yaml(path: Path) -> dict[str, Any]:
     where = f"--config {path}"
     try:
-        content = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+        text = path.expanduser().read_text(encoding="utf-8")
+        root = yaml.compose(text, yaml.SafeLoader)
+        content = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: {error}; expected a readable YAML file") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        at = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+        raise ConfigError(f"{where}: not valid YAML: {error.problem}{at}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {error}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: holds a {type(content).__name__}; expected a mapping")
+    assert isinstance(root, yaml.MappingNode)
+    names = Counter(str(key.value).replace("-", "_") for key, _ in root.value)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ConfigError(f"{where}: {twice[0]} is there {names[twice[0]]} times; expected once")
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")

@@ -46,14 +46,16 @@ def test_two_ranks_find_what_one_finds_with_half_the_pool_each(model, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
-        (("--prompt-tokens", "0"), 2, "--prompt-tokens 0: expected a whole number, 1 or more"),
+        (("--prompt-tokens", "0"), 2, "--prompt-tokens 0: expected a whole number from 1 to 1"),
+        (("--prompt-tokens", "10000001"), 2, "expected a whole number from 1 to 10000000"),
+        (("--tokens", str(2**64), "--max-total-tokens", "128"), 1, "the context length of 128"),
         (("--tokens", "0"), 2, "--tokens 0: expected a whole number, 1 or more"),
         (("--prompt", ""), 2, "--prompt: expected text"),
         (("--enable-nsa-prefill-cp-shared-kv",), 1, "give --prefill-cp-size 2 or more"),
         (
             ("--prompt-tokens", "100", "--max-total-tokens", "128", "--tokens", "90"),
             1,
-            "context length of 128",
+            "the context length of 128",
         ),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -374,6 +375,17 @@ def test_one_that_was_refused_is_let_in_by_the_right_peer(
     right.send(ends.identity("v", "f"), Goodbye())
     ends.until(lambda: ends.messages("f", Goodbye))
     assert not ends.messages("v", CloseRoom)
+
+
+def test_a_key_that_found_no_room_leaves_no_file(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(OSError):
+            ClusterKey.write_new(tmp_path / "key")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_key_file_is_private_and_never_overwritten(tmp_path: Path) -> None:

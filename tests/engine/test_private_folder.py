@@ -118,3 +118,23 @@ def test_folders_that_are_made_at_the_same_time_leave_each_other_alone(base: Pat
         thread.join()
     assert not missing
     assert list(base.iterdir()) == []
+
+
+def test_the_lock_goes_last_so_that_a_removal_cut_short_can_be_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owned = PrivateFolder(tmp_path)
+    for number in range(50):
+        (owned.path / f"{number}").touch()
+    removed: list[str] = []
+    unlink = os.unlink
+
+    def recorded(path: str | Path, *, dir_fd: int | None = None) -> None:
+        removed.append(os.path.basename(path))
+        unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", recorded)
+    owned.remove()
+    assert len(removed) == 51
+    assert removed[-1] == "plait.lock"
+    assert not list(tmp_path.iterdir())

@@ -54,11 +54,31 @@ def test_booleans_have_a_no_form(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not parse(["--no-metrics-need-key"]).metrics_need_key
 
 
-def test_an_unknown_flag_ends_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["serve", "--prot", "1"], "plait serve: --prot: no such option; did you mean --port?"),
+        (["decode", "--zzz"], "plait decode: --zzz: no such option; `plait decode --help` lists"),
+        (["serve", "--api-keys=sk-1"], "plait serve: --api-keys: no such option; did you mean"),
+        (["status", "8000"], "plait status: 8000: no such option; `plait status --help` lists"),
+    ],
+)
+def test_an_unknown_flag_ends_with_code_2_and_what_was_meant(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(said)
+    assert "sk-1" not in told
+
+
+def test_an_unknown_flag_without_a_verb_ends_with_code_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["serve", "--prot", "1"])
+        main(["--zzz"])
     assert caught.value.code == 2
-    assert "--prot" in capsys.readouterr().err
+    assert "--zzz" in capsys.readouterr().err
 
 
 def test_help_shows_every_option_in_a_group_with_its_default(

@@ -167,7 +167,9 @@ def test_options_of_a_host_tier_from_anywhere_and_one_turned_off_by_name(
         ("prot: 1\n", "unknown key 'prot'; did you mean port?"),
         ("zzz: 1\n", "unknown key 'zzz'; expected one of model, "),
         ("- port\n", "holds a list; expected a mapping"),
-        ("port: [\n", "not valid YAML"),
+        ("port: [1\n", "not valid YAML: expected ',' or ']', but got '<stream end>' in line 2,"),
+        ("port: 1\nmodel: m\nport: 2\n", "port is there 2 times; expected once"),
+        ("max-n: 1\nmax_n: 2\n", "max_n is there 2 times; expected once"),
     ],
 )
 def test_a_bad_file_is_an_error_that_names_it(tmp_path: Path, text: str, message: str) -> None:
@@ -175,6 +177,7 @@ def test_a_bad_file_is_an_error_that_names_it(tmp_path: Path, text: str, message
     with pytest.raises(ConfigError) as caught:
         parse(["--config", path])
     assert f"--config {path}" in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert message in str(caught.value)
 
 

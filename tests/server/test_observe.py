@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.messages import Hello
-from engine.metrics.worker import WorkerMetrics
+from engine.metrics.worker import WorkerMetrics, _from_channel
 from engine.types import MetricFamily, Role
 from kvcache.transfer.loopback import LoopbackNetwork
 from server.dispatch.fleet import Fleet
@@ -83,3 +83,19 @@ def test_a_role_has_the_stages_that_the_docs_give_it(role: Role) -> None:
     of_role = {name for name, roles in rows if role in roles.split(", ")}
     assert len(rows) == 6
     assert set(WorkerMetrics(role)._stages) == of_role
+
+
+def test_the_docs_name_every_reason_to_refuse_a_message() -> None:
+    row = next(
+        line
+        for line in DOCS.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `plait_refused_messages_total{")
+    )
+    reasons = {
+        sample.labels["reason"]
+        for family in _from_channel(num_malformed=0, refused={})
+        if family.name == "plait_refused_messages"
+        for sample in family.samples
+    }
+    assert reasons
+    assert not [reason for reason in reasons if f"`{reason}`" not in row]
