@@ -35,13 +35,15 @@ from engine.model.config import ConfigError
 from engine.model.weights import WeightError
 from engine.peers import LOOK_S
 from engine.plan import StepPlan
-from engine.process import BAD_OPTIONS, die_with_parent, set_title, unblock_signals
+from engine.process import BAD_OPTIONS, die_with_parent, set_title
 from engine.stopwatch import Stopwatch
 from engine.tracing import NO_TRACER, Tracer, open_tracer
 from engine.types import Load, TokenOut
 from kvcache.transfer.base import TransferError, TransferUnavailableError
 
 log = logging.getLogger("plait.worker")
+
+UNWIND_S = 2.0  # for a process that is to end while it loads
 
 
 class Worker:
@@ -244,7 +246,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     vitals = Vitals(config.role)
     health: HealthServer | None = None
-    is_to_end = _end_where_it_loads()
+    _end_where_it_loads()
     try:
         if config.health_address is not None:  # answers while the model is loaded
             health = HealthServer(config.health_address, vitals)
@@ -272,8 +274,6 @@ def main() -> int:
     signal.signal(signal.SIGTERM, on_term)
     if config.parent_pid is None:
         signal.signal(signal.SIGINT, on_term)
-    if is_to_end.is_set():
-        worker.drain()
     code = worker.run()
     if health is not None:
         health.close()
@@ -281,16 +281,15 @@ def main() -> int:
     return code
 
 
-def _end_where_it_loads() -> threading.Event:
-    """Have SIGTERM end this process with code 0 from here on. Set where it came and was lost in
-    a call-back that swallows exceptions."""
-    is_to_end = threading.Event()
+def _end_where_it_loads() -> None:
+    """Have SIGTERM end this process with code 0 from here on."""
 
     def end(signum: int, frame: FrameType | None) -> None:
-        is_to_end.set()
         log.info("ends before it was ready")
+        # Where it comes in a call-back that swallows exceptions, as compilers have, `exit` is lost.
+        last = threading.Timer(UNWIND_S, os._exit, (0,))
+        last.daemon = True
+        last.start()
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, end)
-    unblock_signals()
-    return is_to_end

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from engine.plan import StepPlan, StepResult
 from engine.types import Request, SamplingParams, TokenOut
 from engine.worker import Worker
 from kvcache.transfer.loopback import LoopbackEngine, LoopbackNetwork
+from tests.served import LINE_TIMEOUT_S
 from tests.tiny import save_dsa
 
 
@@ -243,3 +246,25 @@ def test_probes_follow_the_worker_from_its_start_to_its_end(
     http.close()
     server.close()
     frontend.close()
+
+
+LOSES_ITS_EXIT = """
+import ctypes, os, signal, threading
+from engine.worker import _end_where_it_loads
+
+def call_back():
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(1000):
+        pass
+
+_end_where_it_loads()
+ctypes.CFUNCTYPE(None)(call_back)()
+print("goes on", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_a_worker_that_loads_ends_also_where_a_call_back_swallows_its_exit() -> None:
+    command = [sys.executable, "-c", LOSES_ITS_EXIT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LINE_TIMEOUT_S)
+    assert (done.returncode, done.stdout) == (0, "goes on\n")
