@@ -46,6 +46,10 @@ class Cluster:
             lambda: len(fleet) == len(workers) and all(map(self.server.knows, workers))
         )
 
+    def until_watched(self) -> None:
+        """Workers may be known from the list; what is said before a watch reaches nobody."""
+        self.server.until(lambda: self.api.num_watches == 1)
+
     @property
     def trouble(self) -> str:
         """Why the service cannot be followed; empty where it can."""
