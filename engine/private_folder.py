@@ -20,8 +20,13 @@ _LOCK = "plait.lock"
 class PrivateFolder:
     """Lies in `base` from its making until `remove`, or until nobody owns it."""
 
-    def __init__(self, base: Path | str, kind: str = "") -> None:
-        """`kind`: the begin of its name, after the product's. Raises OSError."""
+    def __init__(
+        self, base: Path | str, kind: str = "", *, max_base_bytes: int | None = None
+    ) -> None:
+        """`kind`: the begin of its name, after the product's. Where `base` is longer than that, and
+        the paths of sockets would be too long, it lies in /tmp. Raises OSError."""
+        if max_base_bytes is not None and len(os.fsencode(base)) > max_base_bytes:
+            base = "/tmp"
         base = Path(base)
         _sweep(base)
         # It gets its name when it is locked: before that nobody takes it for one left behind.

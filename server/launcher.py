@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shlex
-import shutil
 import signal
 import socket
 import sys
@@ -84,7 +83,7 @@ def serve(config: ServeConfig, *, starts_workers: bool = True) -> int:
         tokenizer = Tokenizer.from_folder(folder)
         expected = fingerprint_of(folder)
         with contextlib.closing(listener), socket_folder() as private:
-            told = worker_configs(config, topology, folder, private) if topology else []
+            told = worker_configs(config, topology, folder, private.path) if topology else []
             launch = _Launch(config, key, told, sources, tokenizer, expected, listener, private)
             return asyncio.run(launch.run())
     except (model_source.ModelSourceError, TokenizerError, WorkerFailedError, OSError) as error:
@@ -134,7 +133,7 @@ class _Launch:
         tokenizer: Tokenizer,
         fingerprint: str,
         listener: socket.socket,
-        private: Path,
+        private: PrivateFolder,
     ) -> None:
         self._config = config
         self._key = key
@@ -231,7 +230,7 @@ class _Launch:
     def _end_at_once(self, supervisors: list[Supervisor]) -> None:
         for supervisor in supervisors:
             supervisor.kill()
-        shutil.rmtree(self._private, ignore_errors=True)
+        self._private.remove()
         os._exit(128 + signal.SIGINT)
 
 
@@ -252,13 +251,11 @@ def _on_signals(stop: Callable[[], None], end_at_once: Callable[[], None]) -> No
 
 
 @contextlib.contextmanager
-def socket_folder() -> Iterator[Path]:
+def socket_folder() -> Iterator[PrivateFolder]:
     """A folder that only this user can enter; gone at the end."""
-    base = tempfile.gettempdir()
-    if len(os.fsencode(base)) > MAX_IPC_PATH_BYTES - len("/plait-xxxxxxxx/workers"):
-        base = "/tmp"
-    folder = PrivateFolder(base)
+    most = MAX_IPC_PATH_BYTES - len("/plait-xxxxxxxx/workers")
+    folder = PrivateFolder(tempfile.gettempdir(), max_base_bytes=most)
     try:
-        yield folder.path
+        yield folder
     finally:
         folder.remove()

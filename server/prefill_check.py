@@ -102,7 +102,7 @@ def check(
 ) -> Report:
     """Start a group, prefill, decode greedily, end the group. Raises PrefillCheckError."""
     with socket_folder() as private:
-        address = f"ipc://{private}/worker"
+        address = f"ipc://{private.path}/worker"
         channel = Channel("frontend")
         channel.dial(address)
         told = worker_config(

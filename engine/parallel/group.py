@@ -226,9 +226,7 @@ def _private_folder(config: WorkerConfig) -> PrivateFolder:
     base = Path(tempfile.gettempdir())
     if config.listen_address.startswith("ipc://"):
         base = Path(config.listen_address.removeprefix("ipc://")).parent
-    if len(os.fsencode(base)) > _MAX_BASE_BYTES:
-        base = Path("/tmp")
-    return PrivateFolder(base, "group-")
+    return PrivateFolder(base, "group-", max_base_bytes=_MAX_BASE_BYTES)
 
 
 def _spawn(config: RankConfig) -> subprocess.Popen[bytes]:

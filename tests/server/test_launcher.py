@@ -248,7 +248,8 @@ def test_the_sockets_folder_is_private_and_goes_away(
     deep.mkdir()
     for base in (tmp_path, deep):
         monkeypatch.setattr(tempfile, "tempdir", str(base))
-        with launcher.socket_folder() as folder:
+        with launcher.socket_folder() as private:
+            folder = private.path
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
             with socket.socket(socket.AF_UNIX) as unix:
                 unix.bind(str(folder / "workers"))
