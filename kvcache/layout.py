@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kernels.fp8_keys import SCALE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
@@ -34,7 +36,7 @@ class KVGeometry:
 
     def index_row_bytes(self, itemsize: int) -> int:
         """Of one index key in a cache whose elements have `itemsize` bytes, its scale included."""
-        return self.index_dim + 4 if self.fp8_index_keys else self.index_dim * itemsize
+        return self.index_dim + SCALE_BYTES if self.fp8_index_keys else self.index_dim * itemsize
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Over all layers."""

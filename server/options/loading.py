@@ -138,8 +138,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     where = f"--config {path}"
     try:
         text = path.expanduser().read_text(encoding="utf-8")
-        root = yaml.compose(text, yaml.SafeLoader)
-        content = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        content = None if root is None else loader.construct_document(root)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: {error}; expected a readable YAML file") from error
     except yaml.MarkedYAMLError as error:
