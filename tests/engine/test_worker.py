@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from engine.channel import Channel
@@ -19,11 +20,22 @@ from engine.health import HealthServer, Vitals
 from engine.loading import load_engine
 from engine.messages import Drain, Handoff, Outputs, Prefill, Submit
 from engine.plan import StepPlan, StepResult
-from engine.types import Request, SamplingParams, TokenOut
+from engine.types import Request, Role, SamplingParams, TokenOut
 from engine.worker import Worker
 from kvcache.transfer.loopback import LoopbackEngine, LoopbackNetwork
 from tests.served import LINE_TIMEOUT_S
 from tests.tiny import save_dsa
+
+
+def config_of(folder: Path, role: Role = "colocated") -> WorkerConfig:
+    return WorkerConfig(
+        model=str(save_dsa(folder)),
+        listen_address=f"ipc://{folder}/w",
+        role=role,
+        device="cpu",
+        dtype="float32",
+        max_total_tokens=1024,
+    )
 
 
 def test_a_finished_hand_off_does_not_wait_for_the_step_that_runs(
@@ -31,16 +43,8 @@ def test_a_finished_hand_off_does_not_wait_for_the_step_that_runs(
 ) -> None:
     network = LoopbackNetwork()
     monkeypatch.setattr("engine.loading.MooncakeEngine", lambda host, protocol: network.engine())
-    model = save_dsa(tmp_path)
-    address = f"ipc://{tmp_path}/w"
-    config = WorkerConfig(
-        model=str(model),
-        listen_address=address,
-        role="prefill",
-        device="cpu",
-        dtype="float32",
-        max_total_tokens=1024,
-    )
+    config = config_of(tmp_path, "prefill")
+    address = config.listen_address
     engine = load_engine(config)
     sender = engine.leader.transfer
     assert isinstance(sender, LoopbackEngine)
@@ -58,12 +62,7 @@ def test_a_finished_hand_off_does_not_wait_for_the_step_that_runs(
         type(engine.leader), "execute", lambda self, plan: held_from_the_second_on(plan)
     )
     # Where the pages go: another part of this process's memory with the same shape.
-    twin = load_engine(
-        WorkerConfig(
-            model=str(model), listen_address="", role="decode", device="cpu", dtype="float32",
-            max_total_tokens=1024,
-        )
-    )  # fmt: skip
+    twin = load_engine(msgspec.structs.replace(config, listen_address="", role="decode"))
     assert twin.destination is not None
     worker = Worker(config, engine, Channel("worker", "w", bind=address))
     loop = threading.Thread(target=worker.run)
@@ -124,14 +123,8 @@ def test_a_failed_step_ends_its_requests_and_a_lost_device_the_worker(
 ) -> None:
     """A CUDA context that has seen a fault fails every later call: a worker that lived on would
     fail every later request, and look idle."""
-    address = f"ipc://{tmp_path}/w"
-    config = WorkerConfig(
-        model=str(save_dsa(tmp_path)),
-        listen_address=address,
-        device="cpu",
-        dtype="float32",
-        max_total_tokens=1024,
-    )
+    config = config_of(tmp_path)
+    address = config.listen_address
     worker = Worker(config, load_engine(config), Channel("worker", "w", bind=address))
     scheduler = worker._engine.scheduler
     rank = type(worker._engine.leader)
@@ -169,15 +162,8 @@ def test_pages_are_settled_before_another_worker_is_asked_to_write_into_them(
 ) -> None:
     network = LoopbackNetwork()
     monkeypatch.setattr("engine.loading.MooncakeEngine", lambda host, protocol: network.engine())
-    address = f"ipc://{tmp_path}/w"
-    config = WorkerConfig(
-        model=str(save_dsa(tmp_path)),
-        listen_address=address,
-        role="decode",
-        device="cpu",
-        dtype="float32",
-        max_total_tokens=1024,
-    )
+    config = config_of(tmp_path, "decode")
+    address = config.listen_address
     worker = Worker(config, load_engine(config), Channel("worker", "w", bind=address))
     happened: list[object] = []
     monkeypatch.setattr(
@@ -200,14 +186,8 @@ def test_probes_follow_the_worker_from_its_start_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request is under way when the end is asked for; each step asks the probes."""
-    address = f"ipc://{tmp_path}/w"
-    config = WorkerConfig(
-        model=str(save_dsa(tmp_path)),
-        listen_address=address,
-        device="cpu",
-        dtype="float32",
-        max_total_tokens=1024,
-    )
+    config = config_of(tmp_path)
+    address = config.listen_address
     vitals = Vitals(config.role)
     server = HealthServer("127.0.0.1:0", vitals)
     http = httpx.Client(base_url=f"http://127.0.0.1:{server.port}")

@@ -54,9 +54,8 @@ def test_float32_answers_equal_those_of_the_cpu(folder, cpu_answers, cuda_graphs
     assert not different
 
 
-@pytest.mark.parametrize("step", ["_forward_all", "_decode"])
-def test_no_forward_waits_for_the_device(folder, monkeypatch, step):
-    """`_decode` draws the tokens, too."""
+def never_waits(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """From here on this part of a step fails where it waits for the device."""
     compute = getattr(Runner, step)
 
     def strict(*args):
@@ -66,23 +65,20 @@ def test_no_forward_waits_for_the_device(folder, monkeypatch, step):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    client = Client(folder, device="cuda", dtype="bfloat16", cuda_graphs=False, **OPTIONS)
     monkeypatch.setattr(Runner, step, strict)
+
+
+@pytest.mark.parametrize("step", ["_forward_all", "_decode"])
+def test_no_forward_waits_for_the_device(folder, monkeypatch, step):
+    """`_decode` draws the tokens, too."""
+    client = Client(folder, device="cuda", dtype="bfloat16", cuda_graphs=False, **OPTIONS)
+    never_waits(monkeypatch, step)
     answers(client)
     assert client.engine.leader.runner.ahead_counts["taken"] > 0
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_index_keys_in_fp8_serve_and_nothing_waits(tmp_path, monkeypatch, cuda_graphs):
-    compute = Runner._forward_all
-
-    def strict(*args):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return compute(*args)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
     client = Client(
         save_dsa(tmp_path),
         device="cuda",
@@ -92,7 +88,7 @@ def test_index_keys_in_fp8_serve_and_nothing_waits(tmp_path, monkeypatch, cuda_g
         **OPTIONS,
     )
     assert client.engine.bytes_per_token == 3 * (2 * 48 + 32 + 4)
-    monkeypatch.setattr(Runner, "_forward_all", strict)
+    never_waits(monkeypatch, "_forward_all")
     answers(client)
     assert all(end.finish_reason == "length" for end in client.ends.values())
 
