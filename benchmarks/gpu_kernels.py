@@ -38,6 +38,7 @@ from kernels.gpu import (
     store,
     swiglu,
 )
+from kernels.gpu.card import card_of
 from kernels.gpu.topk import select
 from kernels.index_logits import index_logits as scores_of
 from kernels.moe import moe_reference
@@ -254,7 +255,7 @@ def tiles() -> None:
     index = Index.draw(4096, 1, length, is_fp8=True)
     out = torch.empty((4096, length), device="cuda")
     own = *index.operands, index.keys, index.pages[0], length - 4096, PAGE, out
-    usual = index_logits.causal_tile(HEADS, DIM, E4M3)
+    usual = index_logits.causal_tile(HEADS, DIM, E4M3, card_of(out.device))
     cuts = product((1, 2, 4), (64, 128), (2048, 4096, 8192), (4, 8), (2, 3, 4))
     _fastest("prefill, 4096 x 32k", usual, cuts, partial(index_logits.causal, *own), 2)
     for num in (1, 16, 64):
@@ -271,7 +272,7 @@ def tiles() -> None:
             out,
             programs,
         )
-        usual = index_logits.paged_tile(num, HEADS, DIM, E4M3)
+        usual = index_logits.paged_tile(num, HEADS, DIM, E4M3, card_of(out.device))
         cuts = product((1,), (32, 64, 128), (128, 256, 512, 1024), (2, 4, 8), (2, 3, 4, 6, 8))
         _fastest(f"decodes, {num} x 32k", usual, cuts, paged, 10)
 

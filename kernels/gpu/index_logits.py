@@ -9,14 +9,18 @@ scales come last, once a key.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.fp8_keys import Fp8Keys, IndexKeys
-from kernels.gpu.card import card_of
+from kernels.gpu.card import Card, card_of
 from kernels.gpu.fp8 import decode
+
+_KEYS: Final = 64  # of one product
+_OTHER_BYTES: Final = 8 << 10  # of a program's shared memory: what is not keys or queries
 
 
 @triton.jit
@@ -217,7 +221,7 @@ def causal(
     """out[i, s] for s <= start + i is query i's score of position s; queries that see no more than
     `least` tokens may be left out."""
     num_queries, heads, dim = q.shape
-    tile = tile or causal_tile(heads, dim, q.dtype)
+    tile = tile or causal_tile(heads, dim, q.dtype, card_of(q.device))
     held = _hold(q, keys, page_size, native)
     grid = (triton.cdiv(num_queries, tile.queries), triton.cdiv(start + num_queries, tile.span))
     _causal[grid](
@@ -245,7 +249,7 @@ def paged(
     """out[n, s] for s < counts[n] is query n's score of position s; queries that see no more than
     `least` tokens may be left out."""
     num, heads, dim = q.shape
-    tile = tile or paged_tile(num, heads, dim, q.dtype)
+    tile = tile or paged_tile(num, heads, dim, q.dtype, card_of(q.device))
     held = _hold(q, keys, page_size, native)
     most = num * triton.cdiv(pages.shape[1] * page_size, tile.span)
     _paged[(min(num_programs, most),)](
@@ -257,19 +261,40 @@ def paged(
     )  # fmt: skip
 
 
-def causal_tile(heads: int, dim: int, dtype: torch.dtype) -> Tile:
+def causal_tile(heads: int, dim: int, dtype: torch.dtype, card: Card) -> Tile:
     """128 columns leave registers for three programs a multiprocessor, one of which multiplies
-    while the others sum."""
-    wide = triton.next_power_of_2(max(heads, 16))
-    columns = 64 if dtype == torch.float32 else 128
-    return Tile(max(1, columns // wide), 64, 4096, 4, 3)
+    while the others sum. Of 8 bits Hopper takes 256 and more blocks ahead: keys are read half as
+    often."""
+    wide, row = _padded_heads(heads), _padded_dim(dim) * dtype.itemsize
+    columns, stages = 64 if dtype == torch.float32 else 128, 3
+    if row <= 128 and card.capability == 9:
+        columns, stages = 256, 6
+    while columns > wide and _stages(2, columns, row, card) < 2:
+        columns //= 2
+    columns = max(columns, wide)
+    return Tile(columns // wide, _KEYS, 4096, 4, _stages(stages, columns, row, card))
 
 
-def paged_tile(num: int, heads: int, dim: int, dtype: torch.dtype) -> Tile:
+def paged_tile(num: int, heads: int, dim: int, dtype: torch.dtype, card: Card) -> Tile:
     """Few requests are cut finer, so that every multiprocessor has something to read."""
-    row_bytes = triton.next_power_of_2(dim) * dtype.itemsize
-    stages = 6 if row_bytes <= 256 else 3
-    return Tile(1, 64, 128 if num < 4 else 512, 4, stages)
+    row = _padded_dim(dim) * dtype.itemsize
+    stages = 8 if row <= 128 else 6 if row <= 256 else 3
+    span = 128 if num < 4 else 512 if num < 64 else 1024
+    return Tile(1, _KEYS, span, 4, _stages(stages, _padded_heads(heads), row, card))
+
+
+def _stages(most: int, columns: int, row_bytes: int, card: Card) -> int:
+    """So many blocks of keys at a time, one of them in registers, fit beside the queries."""
+    left = card.shared_bytes - columns * row_bytes - _OTHER_BYTES
+    return max(1, min(most, 1 + left // (_KEYS * row_bytes)))
+
+
+def _padded_heads(heads: int) -> int:
+    return int(triton.next_power_of_2(max(heads, 16)))
+
+
+def _padded_dim(dim: int) -> int:
+    return int(triton.next_power_of_2(max(dim, 32)))  # which tensor cores take of 8 bits at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +323,9 @@ def _hold(q: torch.Tensor, keys: IndexKeys, page_size: int, native: bool | None)
 
 
 def _shape(heads: int, dim: int, page_size: int, tile: Tile) -> dict[str, int | bool]:
-    wide = triton.next_power_of_2(max(dim, 32))  # which tensor cores take of 8 bits at least
+    wide = _padded_dim(dim)
     return {
-        "HEADS": triton.next_power_of_2(max(heads, 16)),
+        "HEADS": _padded_heads(heads),
         "DIM": wide,
         "KEYS": tile.keys,
         "PAGE": page_size,

@@ -11,7 +11,7 @@ import kernels.index_logits as reference
 from kernels.fp8_keys import E4M3, Fp8Keys, store_keys
 from kernels.fp8_keys import quantise_queries as reference_queries
 from kernels.gpu import fp8, index_logits, index_topk
-from kernels.gpu.card import card_of
+from kernels.gpu.card import Card, card_of
 from kernels.index_topk import rows_of
 from tests.kernels.fp8_by_hand import HARD
 
@@ -221,3 +221,18 @@ def test_queries_are_quantised_as_the_torch_form_does(dtype, device) -> None:
     want, want_scaled = reference_queries(q.cpu(), weights.cpu())
     assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8))
     assert torch.equal(scaled.cpu(), want_scaled)
+
+
+@pytest.mark.parametrize("kibibytes", [99, 163, 227])  # sm_86 and sm_89; sm_80; sm_90
+@pytest.mark.parametrize("heads, dim", [(64, 128), (32, 128), (9, 256), (64, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, E4M3])
+def test_tiles_fit_the_card(kibibytes: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Queries, and the blocks of keys that are under way beside the one that is multiplied."""
+    card = Card(100, 9 if kibibytes == 227 else 8, kibibytes << 10)
+    tiles = [index_logits.causal_tile(heads, dim, dtype, card)]
+    tiles += [index_logits.paged_tile(num, heads, dim, dtype, card) for num in (1, 16, 128)]
+    for tile in tiles:
+        columns = tile.queries * max(16, 1 << (heads - 1).bit_length())
+        rows = columns + tile.keys * (tile.stages - 1)
+        assert rows * dim * dtype.itemsize <= kibibytes << 10
+        assert tile.queries >= 1 and tile.stages >= 1
