@@ -3,9 +3,7 @@ on; the worker itself takes seconds to import."""
 
 from __future__ import annotations
 
-import sys
-
-from engine.process import end_when_asked
+from engine.process import end_when_asked, leave
 
 
 def main() -> int:
@@ -16,4 +14,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

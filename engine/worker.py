@@ -35,7 +35,7 @@ from engine.model.config import ConfigError
 from engine.model.weights import WeightError
 from engine.peers import LOOK_S
 from engine.plan import StepPlan
-from engine.process import BAD_OPTIONS, die_with_parent, set_title
+from engine.process import BAD_OPTIONS, die_with_parent, leave, set_title
 from engine.stopwatch import Stopwatch
 from engine.tracing import NO_TRACER, Tracer, open_tracer
 from engine.types import Load, TokenOut
@@ -290,6 +290,6 @@ def _end_where_it_loads() -> None:
         last = threading.Timer(UNWIND_S, os._exit, (0,))
         last.daemon = True
         last.start()
-        sys.exit(0)
+        leave(0)
 
     signal.signal(signal.SIGTERM, end)

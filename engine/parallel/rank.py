@@ -15,7 +15,7 @@ import msgspec
 from engine.config import RankConfig
 from engine.messages import RankBeat, RankFailed, RankReady, RunStep, Setup, StepDone, Stop
 from engine.pipe import plans_pipe, reports_pipe
-from engine.process import BAD_OPTIONS, die_with_parent, set_title
+from engine.process import BAD_OPTIONS, die_with_parent, leave, set_title
 
 log = logging.getLogger("plait.rank")
 
@@ -105,4 +105,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
