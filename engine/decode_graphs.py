@@ -24,6 +24,7 @@ from engine.batch import Array, BatchArrays, ForwardBatch
 from engine.model.base import Model
 from engine.page_tables import PageTables
 from engine.staging import Staging
+from kernels.topk import MOST_ON_GPU
 from kvcache.pool import KVPool
 
 log = logging.getLogger("plait.graphs")
@@ -130,6 +131,20 @@ class DecodeGraphs:
         padded[3, :num] = arrays.req_indices
         padded[3, num:] = self._tables.padding
         return padded
+
+
+def can_record(model: Model) -> bool:
+    """False, and said, where an indexer chooses so many tokens that torch does it: it waits for the
+    device, which no graph can."""
+    if model.index_topk <= MOST_ON_GPU:
+        return True
+    log.warning(
+        "decode steps are not recorded as CUDA graphs: the model's index_topk is %d, at most %d can"
+        " be; each step's kernels are launched one by one, which is slower",
+        model.index_topk,
+        MOST_ON_GPU,
+    )
+    return False
 
 
 def batch_sizes(max_running: int) -> list[int]:

@@ -23,7 +23,7 @@ from engine.capacity import (
     plan_capacity,
 )
 from engine.config import WorkerConfig
-from engine.decode_graphs import DecodeGraphs
+from engine.decode_graphs import DecodeGraphs, can_record
 from engine.device_memory import check_weights_fit, fits, free_device_bytes
 from engine.engine import Engine, Mailbox, Rank, destination_of
 from engine.handoff.pusher import Pusher
@@ -207,7 +207,8 @@ def build_rank(
     # A prefill group computes no decodes.
     graphs = None
     runs_ahead = isinstance(attention, TableAttention) and config.role != "prefill"
-    if isinstance(attention, TableAttention) and runs_ahead and _records(config, device):
+    records = runs_ahead and _records(config, device) and can_record(model)
+    if isinstance(attention, TableAttention) and records:
         graphs = DecodeGraphs(
             model, attention.begin, pool, tables, staging, config.max_running_requests
         )

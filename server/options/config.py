@@ -166,7 +166,8 @@ class ServeConfig(BaseSettings):
         "prompt tokens computed in one step, at most (default: 128 on a CPU, 8192 on a GPU)",
         ge=1,
     )
-    max_running_requests: int = _scheduling(64, "requests decoded together", ge=1)
+    # More would have a GPU record hundreds of decode steps at each start.
+    max_running_requests: int = _scheduling(64, "requests decoded together", ge=1, le=4096)
     mem_fraction_static: float = _scheduling(
         0.88,
         "share of a GPU's memory for weights, the largest step and the KV pool together; the pool"

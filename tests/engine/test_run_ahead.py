@@ -114,6 +114,27 @@ def test_a_request_alone_is_always_ahead(folder, monkeypatch):
     assert answers[0] == answers[1]
 
 
+def test_a_choice_of_more_tokens_than_a_recorded_step_can_make_is_not_recorded(
+    tmp_path, monkeypatch, caplog
+):
+    run_apart(monkeypatch)
+    caplog.set_level("INFO", logger="plait.graphs")
+    said = []
+    for topk in (16384, 16385):
+        caplog.clear()
+        folder = save_dsa(tmp_path / str(topk), index_topk=topk)
+        client = Client(folder, max_total_tokens=64 * MANY_PAGES, **OPTIONS)
+        client.submit("r", [5, 6, 7], max_tokens=5)
+        client.run()
+        assert client.ends["r"].finish_reason == "length"
+        said.append(caplog.messages)
+    (recorded,), (not_recorded,) = said
+    assert recorded.startswith("recorded 8 graphs of decode steps")
+    assert "not recorded as CUDA graphs: the model's index_topk is 16385, at most 16384" in (
+        not_recorded
+    )
+
+
 def test_a_request_that_has_yet_to_get_its_page_is_not_computed_ahead(folder):
     """The younger has taken the last page and gives it up when the older one needs it: the plan is
     then for just the token that a step begun before would have written to nowhere."""

@@ -37,6 +37,7 @@ def test_defaults_are_those_the_documents_name() -> None:
         ("--port", "-1", "a whole number from 0 to 65535"),
         ("--port", "http", "a whole number from 0 to 65535"),
         ("--page-size", "0", "a whole number, 1 or more"),
+        ("--max-running-requests", "100000", "a whole number from 1 to 4096"),
         ("--max-total-tokens", "1e3", "a whole number, 1 or more"),
         ("--dtype", "int8", "one of auto, float32, bfloat16, float16"),
         ("--index-cache-dtype", "fp8", "one of auto, fp8_e4m3"),
