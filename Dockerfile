@@ -87,8 +87,7 @@ ENV PATH=/opt/plait/bin:$PATH \
     PLAIT_HOST=0.0.0.0 \
     PLAIT_PORT=8000 \
     PYTHONDONTWRITEBYTECODE=1 \
-    PYTHONUNBUFFERED=1 \
-    TRITON_CACHE_MANAGER=kernels.gpu.shipped_cache:ShippedCache
+    PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /var/lib/plait
 VOLUME ["/var/lib/plait"]

@@ -58,7 +58,7 @@ def compile_cpu_kernels() -> None:
 def build_triton_module() -> None:
     """The C module by which Triton launches kernels. It is linked against the driver's library, for
     which an empty one stands in here; hence it cannot be loaded before it is in the image."""
-    from kernels.gpu.shipped_cache import SHIPPED
+    from kernels.gpu.triton_cache import SHIPPED
 
     os.environ["TRITON_CACHE_DIR"] = str(SHIPPED)
     with tempfile.TemporaryDirectory() as folder:

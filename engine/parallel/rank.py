@@ -95,6 +95,7 @@ def main() -> int:
         return serve(config)
     except (
         ConfigError,
+        OSError,
         TransferError,
         TransferUnavailableError,
         ValueError,

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 
+from kernels.full_disk import full_disk_named
+
 # Kernels compiled when plait was packed, as in a container image; numba takes those of its own kind
 # of processor only.
 SHIPPED = Path(sys.prefix) / "share" / "plait" / "numba"
@@ -53,8 +55,9 @@ def configure(num_threads: int) -> None:
 @contextlib.contextmanager
 def one_compiler() -> Iterator[None]:
     """One process at a time: those that start together do not compile the same kernels, but wait
-    for the first and load what it has compiled."""
-    with (cache_folder() / "lock").open("w") as file:
+    for the first and load what it has compiled. OSError for a full disk says what to do."""
+    folder = os.environ.get("NUMBA_CACHE_DIR") or str(cache_folder())
+    with full_disk_named(folder, "NUMBA_CACHE_DIR"), (cache_folder() / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
