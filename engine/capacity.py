@@ -10,7 +10,10 @@ from engine.config import WorkerConfig
 from engine.model.base import Model
 from kvcache.host_size import read_host_memory
 
-_CPU_SHARE = 0.25  # of the memory that is available once the weights are loaded
+# Of the memory that weights leave, where nobody says how large pools are: what one worker's KV pool
+# takes at most, and those of all workers together with the host pools that go by them.
+_CPU_SHARE = 0.25
+_CPU_SHARE_OF_ALL = 0.75
 _FEWEST_PAGES = 2
 
 
@@ -97,11 +100,23 @@ def _pages_that_fit(free_bytes: int, bytes_per_token: int, page_size: int) -> in
     return max(0, free_bytes // (bytes_per_token * page_size) - 1)
 
 
-def free_host_bytes(config: WorkerConfig, share: float = _CPU_SHARE) -> int:
-    """For one rank's KV pool in the machine's memory, or what a cgroup leaves of it, which the
-    ranks of a group share. `share` of what is available: all of it is for a pool that was asked
-    for."""
-    return int(read_host_memory().available * share) // config.cp_size
+def free_host_bytes(config: WorkerConfig, weight_bytes: int) -> int:
+    """For one rank's KV pool in the machine's memory, or what a cgroup leaves of it, where nobody
+    asked for a size. Ranks share it, and so do workers that were started together, each rank of
+    which has weights of its own."""
+    available, num_workers = read_host_memory().available, 1
+    if (fleet := config.local_fleet) is not None:
+        num_workers = len(fleet.workers)
+        num_ranks = sum(worker.cp_size for worker in fleet.workers)
+        available = min(available, fleet.available_bytes - num_ranks * weight_bytes)
+    host_pools = config.hicache_ratio if config.hicache and config.hicache_size is None else 0.0
+    share = min(_CPU_SHARE, _CPU_SHARE_OF_ALL / (num_workers * (1 + host_pools)))
+    return int(max(0, available) * share) // config.cp_size
+
+
+def most_host_bytes(config: WorkerConfig) -> int:
+    """For a KV pool that was asked for: all that this machine has available for each rank."""
+    return read_host_memory().available // config.cp_size
 
 
 def gib(num_bytes: int) -> str:

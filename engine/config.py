@@ -12,6 +12,22 @@ from kvcache.host_plan import WritePolicy
 IndexCacheDtype: TypeAlias = Literal["auto", "fp8_e4m3"]
 
 
+class LocalWorker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker takes of a machine that it shares follows from these; all else is alike."""
+
+    title: str
+    cp_size: int
+    shared_kv: bool | None
+    max_total_tokens: int | None
+
+
+class LocalFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The workers that one front end starts on its own machine."""
+
+    workers: tuple[LocalWorker, ...]
+    available_bytes: int  # of the machine's memory, before they were started
+
+
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Passed as one JSON argument to `python -m engine`."""
 
@@ -47,6 +63,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_level: str = "info"
     traces_url: str | None = None  # where spans go; None: nothing is traced
     parent_pid: int | None = None  # the process whose end is the worker's; None: nobody's
+    local_fleet: LocalFleet | None = None  # that it is one of; None: it has its machine for itself
 
     @property
     def tokens_per_page(self) -> int:

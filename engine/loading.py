@@ -20,12 +20,14 @@ from engine.capacity import (
     check_pool_fits,
     chunk_size_of,
     free_host_bytes,
+    most_host_bytes,
     plan_capacity,
 )
 from engine.config import WorkerConfig
 from engine.decode_graphs import DecodeGraphs, can_record
 from engine.device_memory import check_weights_fit, fits, free_device_bytes
 from engine.engine import Engine, Mailbox, Rank, destination_of
+from engine.fleet_memory import check_fleet_fits
 from engine.handoff.pusher import Pusher
 from engine.handoff.room import RoomReport
 from engine.host_side import HostSide
@@ -154,11 +156,13 @@ def _identify(config: WorkerConfig, device: torch.device) -> ModelId:
 
 def _plan_capacity(config: WorkerConfig, weights: Weights) -> Capacity:
     device, model = weights.device, weights.model
-    chunk_size = chunk_size_of(config, device)
+    chunk_size, bytes_per_token = chunk_size_of(config, device), weights.bytes_per_token
+    weight_size, device_bytes = 0, None  # in the machine's memory, and not
     if device.type == "cpu":
-        free_bytes, most_bytes = free_host_bytes(config), free_host_bytes(config, share=1.0)
+        weight_size = weight_bytes(config.model, resolve_dtype(config.dtype, device))
+        free_bytes, most_bytes = free_host_bytes(config, weight_size), most_host_bytes(config)
     else:
-        free_bytes = most_bytes = free_device_bytes(
+        free_bytes = most_bytes = device_bytes = free_device_bytes(
             config,
             model,
             weights.geometry,
@@ -167,8 +171,9 @@ def _plan_capacity(config: WorkerConfig, weights: Weights) -> Capacity:
             model.context_length,
             chunk_size,
         )
-    capacity = plan_capacity(config, model, free_bytes, weights.bytes_per_token, chunk_size)
-    check_pool_fits(config, capacity, weights.bytes_per_token, most_bytes)
+    capacity = plan_capacity(config, model, free_bytes, bytes_per_token, chunk_size)
+    check_pool_fits(config, capacity, bytes_per_token, most_bytes)
+    check_fleet_fits(config, model, bytes_per_token, weight_size, chunk_size, device_bytes)
     return capacity
 
 

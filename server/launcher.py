@@ -28,6 +28,7 @@ from engine.model.fingerprint import fingerprint
 from engine.private_folder import PrivateFolder
 from engine.process import set_title
 from engine.tracing import open_tracer
+from kvcache.host_size import read_host_memory
 from server import logs, model_source
 from server.app import create_app
 from server.discovery.discovery import Discovery, sources_of
@@ -83,7 +84,10 @@ def serve(config: ServeConfig, *, starts_workers: bool = True) -> int:
         tokenizer = Tokenizer.from_folder(folder)
         expected = fingerprint_of(folder)
         with contextlib.closing(listener), socket_folder() as private:
-            told = worker_configs(config, topology, folder, private.path) if topology else []
+            told = []
+            if topology:
+                available = read_host_memory().available
+                told = worker_configs(config, topology, folder, private.path, available)
             launch = _Launch(config, key, told, sources, tokenizer, expected, listener, private)
             return asyncio.run(launch.run())
     except (model_source.ModelSourceError, TokenizerError, WorkerFailedError, OSError) as error:

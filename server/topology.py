@@ -11,7 +11,9 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import WorkerConfig
+import msgspec
+
+from engine.config import LocalFleet, LocalWorker, WorkerConfig
 from engine.types import Role
 from server.options.config import ConfigError, ServeConfig
 
@@ -84,9 +86,10 @@ def plan_topology(config: ServeConfig, num_gpus: int) -> Topology:
 
 
 def worker_configs(
-    config: ServeConfig, topology: Topology, model_path: Path, folder: Path
+    config: ServeConfig, topology: Topology, model_path: Path, folder: Path, available_bytes: int
 ) -> list[WorkerConfig]:
-    """One for each worker; their control sockets lie in `folder`."""
+    """One for each worker; their control sockets lie in `folder`, and they share the machine's
+    `available_bytes` of memory."""
     salt = hash_salt(config)
     device = _first_gpu(config)
 
@@ -107,9 +110,13 @@ def worker_configs(
         )
 
     if not topology.num_groups:
-        return [make("colocated", 0, topology.cp_size)]
-    prefill = [make("prefill", i, topology.cp_size) for i in range(topology.num_groups)]
-    return prefill + [make("decode", i, 1) for i in range(topology.num_decode)]
+        told = [make("colocated", 0, topology.cp_size)]
+    else:
+        told = [make("prefill", i, topology.cp_size) for i in range(topology.num_groups)]
+        told += [make("decode", i, 1) for i in range(topology.num_decode)]
+    local = [LocalWorker(w.title, w.cp_size, w.shared_kv, w.max_total_tokens) for w in told]
+    fleet = LocalFleet(tuple(local), available_bytes)
+    return [msgspec.structs.replace(worker, local_fleet=fleet) for worker in told]
 
 
 def worker_config(

@@ -26,7 +26,7 @@ def test_on_a_cpu_the_pool_fits_what_the_container_may_use(
 
     def pool_bytes(memory: HostMemory) -> int:
         monkeypatch.setattr("engine.capacity.read_host_memory", lambda: memory)
-        capacity = plan_capacity(config, model, free_host_bytes(config), 1000, 512)
+        capacity = plan_capacity(config, model, free_host_bytes(config, 0), 1000, 512)
         return capacity.physical_tokens * 1000
 
     assert pool_bytes(HostMemory(machine=64 * GB)) > 8 * GB / cp_size

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from engine.cluster_key import ClusterKey
-from engine.config import WorkerConfig
+from engine.config import LocalFleet, LocalWorker, WorkerConfig
 from server import roles, topology
 from server.options.arguments import parse
 from server.options.config import ConfigError
@@ -119,7 +119,7 @@ def test_the_choice_is_said_in_words(plan: Topology, said: str) -> None:
 
 def told(flags: str, num_gpus: int, folder: Path) -> list[WorkerConfig]:
     options = parse(flags.split())
-    return worker_configs(options, plan_topology(options, num_gpus), Path("/m"), folder)
+    return worker_configs(options, plan_topology(options, num_gpus), Path("/m"), folder, 999)
 
 
 def test_each_worker_is_told_its_role_its_socket_and_its_gpus(tmp_path: Path) -> None:
@@ -148,6 +148,10 @@ def test_sizes_go_by_role_and_decode_workers_share_no_kv(tmp_path: Path) -> None
     assert (prefill.shared_kv, decode.shared_kv) == (True, None)
     assert (prefill.cp_stream_block_tokens, decode.cp_stream_block_tokens) == (64, None)
     assert (prefill.hands_off, decode.hands_off) == (True, True)
+    assert prefill.local_fleet == decode.local_fleet
+    assert prefill.local_fleet == LocalFleet(
+        (LocalWorker("prefill 0", 2, True, 640), LocalWorker("decode 0", 1, None, 1280)), 999
+    )
     [colocated] = told("--colocated", 0, tmp_path)
     assert (colocated.role, colocated.hands_off) == ("colocated", False)
 
