@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.metadata
 import os
 import sys
@@ -15,6 +14,7 @@ from server.bench import options as bench_options
 from server.options import arguments
 from server.options.config import DEFAULT_MODEL, ConfigError, ServeConfig
 from server.options.loading import api_keys, load, misspelt_variables
+from server.options.option import did_you_mean
 
 # Exit codes: 0 done, 1 it failed, 2 a bad option (as argparse has it).
 FAILED = 1
@@ -57,9 +57,13 @@ def _no_such_flag(verb: str, word: str) -> str:
     """What to say of a word that the verb does not know; of a flag without its value, which may be
     a secret."""
     flag = word.partition("=")[0] if word.startswith("-") else word
-    flags = [o.flag for o in arguments.options_of(verb)] if verb in arguments.GROUPS else []
-    near = difflib.get_close_matches(flag, flags, n=1)
-    known = f"did you mean {near[0]}?" if near else f"`plait {verb} --help` lists those there are"
+    options = arguments.options_of(verb) if verb in arguments.GROUPS else []
+    known = did_you_mean(
+        flag.removeprefix("--"),
+        [option.flag.removeprefix("--") for option in options],
+        prefix="--",
+        otherwise=f"`plait {verb} --help` lists those there are",
+    )
     return f"{flag}: no such option; {known}"
 
 

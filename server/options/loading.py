@@ -6,7 +6,6 @@ go with others.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
 from server.options.config import OPTIONS, ConfigError, ServeConfig
-from server.options.option import ENV_PREFIX, Option
+from server.options.option import ENV_PREFIX, Option, did_you_mean
 
 # Variables that are plait's and no options: where models lie, a file of options, what a pull reads.
 OTHER_VARIABLES = ("HOME", "CONFIG", "PULL_SOURCE")
@@ -64,8 +63,8 @@ def misspelt_variables() -> list[str]:
         prefix, name = variable[: len(ENV_PREFIX)].upper(), variable[len(ENV_PREFIX) :].upper()
         if prefix != ENV_PREFIX or name in known:
             continue
-        if near := difflib.get_close_matches(name, known, n=1, cutoff=0.75):
-            found.append(f"{variable}: means nothing here; did you mean {ENV_PREFIX}{near[0]}?")
+        if meant := did_you_mean(name, known, prefix=ENV_PREFIX):
+            found.append(f"{variable}: means nothing here; {meant}")
     return found
 
 
@@ -161,9 +160,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in OPTIONS:
-            near = difflib.get_close_matches(name, OPTIONS, n=1)
-            known = f"did you mean {near[0]}?" if near else _known_keys()
-            raise ConfigError(f"{where}: unknown key {key!r}; {known}")
+            meant = did_you_mean(name, OPTIONS, otherwise=_known_keys())
+            raise ConfigError(f"{where}: unknown key {key!r}; {meant}")
         if value is not None:
             values[name] = value
     return values

@@ -5,8 +5,10 @@ Knows no option by name and not where values come from.
 
 from __future__ import annotations
 
+import difflib
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +17,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 ENV_PREFIX = "PLAIT_"
+_CLOSE = 0.75  # of 1; variables of others, which begin alike, are not as close to ours
 
 
 def declare(group: str, default: object, help: str, accepts: str = "", **bounds: Any) -> Any:
@@ -22,6 +25,13 @@ def declare(group: str, default: object, help: str, accepts: str = "", **bounds:
     not."""
     extra: dict[str, Any] = {"group": group, "accepts": accepts}
     return Field(default, description=help, json_schema_extra=extra, **bounds)
+
+
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", otherwise: str = "") -> str:
+    """What to say of a name that is none of the known, all without the prefix that they have where
+    they are given; `otherwise` where it is close to none."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=_CLOSE)
+    return f"did you mean {prefix}{near[0]}?" if near else otherwise
 
 
 def split_commas(value: object) -> object:

@@ -65,6 +65,24 @@ def test_a_misspelt_variable_is_named_with_what_was_meant_and_without_its_value(
     assert "hunter2" not in error
 
 
+@pytest.mark.parametrize(
+    ("name", "is_close"), [("page_siz", True), ("drain_time_s", True), ("max_seqs", False)]
+)
+def test_flags_keys_and_variables_are_understood_alike(
+    name: str,
+    is_close: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["serve", "--" + name.replace("_", "-"), "1"]) == 2
+    with pytest.raises(ConfigError) as caught:
+        parse(["--config", write(tmp_path / "plait.yaml", f"{name}: 1\n")])
+    monkeypatch.setenv(f"PLAIT_{name.upper()}", "1")
+    said = [capsys.readouterr().err, str(caught.value), *misspelt_variables()]
+    assert ["did you mean" in line for line in said] == [is_close] * (3 if is_close else 2)
+
+
 def test_variables_that_are_right_or_somebody_elses_are_not_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
