@@ -249,10 +249,11 @@ def differences(expected: Found, other: Found) -> list[Difference]:
 
 
 def compare(expected: Found, other: Found) -> dict[str, Any]:
+    found = differences(expected, other)
     per_token = oracle.divergences(expected.log_probs, other.log_probs)
     return {
-        "equal_prompts": len(expected.tokens) - len(differences(expected, other)),
-        "differences": [str(difference) for difference in differences(expected, other)],
+        "equal_prompts": len(expected.tokens) - len(found),
+        "differences": [str(difference) for difference in found],
         "divergence_mean": float(per_token.mean()),
         "divergence_mean_first_256": float(per_token[:NUM_FIRST].mean()),
         "divergence_max": float(per_token.max()),

@@ -27,6 +27,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from engine.process import unwind_when_asked
+
 _TAIL_LINES = 15  # of a part that did not pass
 
 
@@ -198,7 +200,7 @@ def main() -> int:
         parser.error(str(error))
     if not parts:
         parser.error("torch finds no CUDA device; every part needs one")
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the part ends, too
+    unwind_when_asked()  # the part ends, too
     about = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "commit": args.commit,

@@ -35,6 +35,13 @@ def end_when_asked(code: int = 128 + signal.SIGTERM) -> None:
     unblock_signals()
 
 
+def unwind_when_asked(code: int = 128 + signal.SIGTERM) -> None:
+    """Have SIGTERM end this process by SystemExit with `code`, so that what it has begun (files,
+    folders, processes) is cleared away."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(code))
+    unblock_signals()
+
+
 def leave(code: int) -> NoReturn:
     """Exit by SystemExit. The interpreter's last search for garbage finds nothing: what torch's
     modules hold keeps it busy for most of a second, and the memory goes with the process anyway."""

@@ -26,7 +26,7 @@ from engine.cluster_key import ClusterKey, ClusterKeyError
 from engine.config import WorkerConfig
 from engine.model.fingerprint import fingerprint
 from engine.private_folder import PrivateFolder
-from engine.process import set_title
+from engine.process import set_title, unwind_when_asked
 from engine.tracing import open_tracer
 from kvcache.host_size import read_host_memory
 from server import logs, model_source
@@ -72,8 +72,7 @@ def serve(config: ServeConfig, *, starts_workers: bool = True) -> int:
     topology = plan_topology(config, count_gpus()) if starts_workers else None
     sources = {} if starts_workers else sources_of(config)
     key = read_key(config)
-    # While the model is fetched a SIGTERM unwinds, so that the fetching process ends as well.
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    unwind_when_asked()  # the process that fetches the model ends as well
     console = Console(stderr=True, highlight=False)
     try:
         listener = listen(config.host, config.port)

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from engine.channel import Channel, Event
 from engine.messages import Drain, Heartbeat, Hello, Outputs, Submit
+from engine.process import unwind_when_asked
 from engine.types import MetricFamily, Request, SamplingParams, TokenOut
 from server import logs, model_source
 from server.bench.workload import corpus
@@ -72,8 +72,7 @@ def main(args: dict[str, object]) -> int:
     logs.configure(options.log_level)
     if json_file is not None and not Path(str(json_file)).parent.is_dir():
         raise ConfigError(f"--json {json_file}: expected a file in a folder that exists")
-    # A SIGTERM unwinds, so that the worker and the folder of its socket go as well.
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    unwind_when_asked()  # the worker and the folder of its socket go as well
     try:
         folder = model_source.resolve(options.model)
         tokenizer = Tokenizer.from_folder(folder)

@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import Literal
 
-from engine.process import unblock_signals
+from engine.process import unblock_signals, unwind_when_asked
 from server import logs, model_source
 from server.launcher import read_key
 from server.options.config import ServeConfig
@@ -24,7 +24,7 @@ DEFAULT_LISTEN = "tcp://127.0.0.1:7000"
 def run_worker(config: ServeConfig, role: Literal["prefill", "decode"]) -> int:
     """Does not return where it works. Exit code 1 where the model cannot be had. Raises
     ConfigError."""
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(0))
+    unwind_when_asked(0)
     logs.configure(config.log_level)
     read_key(config)
     try:

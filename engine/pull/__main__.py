@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
-from engine.process import unblock_signals
+from engine.process import unwind_when_asked
 from engine.pull import cache
 from engine.pull.source import SMOLLM2, SOURCE_VARIABLE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, _leave)
-    unblock_signals()
+    unwind_when_asked()  # half-written files are removed
     given = options.source or os.environ.get(SOURCE_VARIABLE)
     path = cache.default_model_path(options.home)
     if not options.force and _is_whole(path):
@@ -74,11 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     return parser
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """End by an exception, so that half-written files are removed."""
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -225,7 +225,7 @@ def test_the_command_prints_the_folder_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pull(tmp_path, tiny_source, given=tiny_gguf)
-    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command, "unwind_when_asked", lambda: None)
     assert command.main(["--home", str(tmp_path), "--quiet"]) == 0
     out = capfd.readouterr()
     assert out.out.splitlines()[-1] == str(cache.default_model_path(tmp_path))
@@ -253,7 +253,7 @@ def test_where_the_model_is_there_the_command_needs_no_torch_and_writes_nothing(
 def test_the_command_fails_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command, "unwind_when_asked", lambda: None)
     monkeypatch.setenv("PLAIT_PULL_SOURCE", str(tmp_path / "nowhere.whl"))
     assert command.main(["--home", str(tmp_path), "--quiet"]) != 0
     out = capfd.readouterr()
