@@ -69,7 +69,7 @@ def _add(
     return acc, highest, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "first"])
 def _causal(
     q,  # [M, num_heads, DIM + ROPE]
     keys,  # [rows, num_kv, DIM]

@@ -30,7 +30,7 @@ SHAPE = Shape(num_programs=8, block_bytes=65536, num_warps=32)
 _ON_DEVICE = Shape(num_programs=528, block_bytes=32768, num_warps=8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tasks"])
 def _copy(
     target, source, target_pages, source_pages,
     target_layer, source_layer, target_page, source_page,  # strides, in words

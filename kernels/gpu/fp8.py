@@ -38,7 +38,7 @@ def decode(code):  # uint8 -> float16, exactly; not for what is no number
     return bits.to(tl.float16, bitcast=True) * 256.0  # the exponents' biases differ by 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def _store_keys(
     codes,  # bytes: row r at (r // PAGE) · page_stride + (r % PAGE) · dim
     scales,  # float32: row r's at (r // PAGE) · scale_stride + r % PAGE
@@ -90,7 +90,7 @@ def store_keys(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def _quantise_queries(
     q,  # [N, heads, dim], any strides but the last
     weights,  # [N, heads] float32

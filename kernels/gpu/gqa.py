@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.card import Card
-from kernels.gpu.shares import MAX_QUERIES, ends_of, item, merge
+from kernels.gpu.shares import MAX_QUERIES, ends_of, item, merge, queries_of
 
 LOG2_E = 1.4426950408889634
 
@@ -51,7 +51,7 @@ def _attend(
     return acc / total[:, None], highest + tl.log2(total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries"])
 def _shared(
     q,  # [N, num_kv · group, DIM]
     keys,  # [rows, num_kv, DIM]
@@ -148,7 +148,7 @@ def gqa_paged(
         q, keys, values, pages, counts, out, part_out, part_lse, *strides, num, group,
         scale * LOG2_E, DIM=dim, DIM_PAD=padded, PAGE=page_size,
         BLOCK_H=max(16, triton.next_power_of_2(group)), BLOCK_N=t.block_n, STAGES=t.stages,
-        QUERIES=triton.next_power_of_2(num), num_warps=t.warps, num_stages=t.stages,
+        QUERIES=queries_of(num), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     merge(part_out, part_lse, counts, out, programs, t.block_n)
     return out

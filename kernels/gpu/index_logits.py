@@ -18,6 +18,7 @@ import triton.language as tl
 from kernels.fp8_keys import Fp8Keys, IndexKeys
 from kernels.gpu.card import Card, card_of
 from kernels.gpu.fp8 import decode
+from kernels.gpu.shares import queries_of
 
 _KEYS: Final = 64  # of one product
 _OTHER_BYTES: Final = 8 << 10  # of a program's shared memory: what is not keys or queries
@@ -77,7 +78,7 @@ def _scores(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "start"])
 def _causal(
     q,  # [num_queries, heads, dim]
     weights,  # [num_queries, heads] float32
@@ -135,7 +136,7 @@ def _causal(
         tl.store(rows[None, :] + position[:, None], scores, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def _paged(
     q,  # [num, heads, dim]
     weights,  # [num, heads] float32
@@ -148,6 +149,7 @@ def _paged(
     heads,
     dim,
     least,
+    span,  # positions of an item, a multiple of KEYS
     q_stride,
     q_head_stride,
     w_stride,
@@ -156,7 +158,6 @@ def _paged(
     page_stride,
     scale_stride,
     NUM: tl.constexpr,
-    SPAN: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
@@ -170,15 +171,15 @@ def _paged(
     # The spans of all contexts are numbered through and dealt out, however unequal they are.
     n = tl.arange(0, NUM)
     count = tl.load(counts + n, mask=n < num, other=0).to(tl.int32)
-    spans = tl.where(count > least, (count + SPAN - 1) // SPAN, 0)
+    spans = tl.where(count > least, (count + span - 1) // span, 0)
     ends = tl.cumsum(spans, axis=0)
     head = tl.arange(0, HEADS)
     d = tl.arange(0, DIM)
     for item in range(tl.program_id(0), tl.sum(spans), tl.num_programs(0)):
         before = ends <= item
         row = tl.sum(before.to(tl.int32)).to(tl.int64)
-        begin = (item - tl.sum(tl.where(before, spans, 0))) * SPAN
-        limit = tl.minimum(tl.sum(tl.where(n == row, count, 0)), begin + SPAN)
+        begin = (item - tl.sum(tl.where(before, spans, 0))) * span
+        limit = tl.minimum(tl.sum(tl.where(n == row, count, 0)), begin + span)
         source = q + row * q_stride + head[:, None] * q_head_stride + d[None, :]
         own = tl.load(source, mask=(head < heads)[:, None] & (d < dim)[None, :], other=0.0)
         if DECODED:
@@ -254,8 +255,8 @@ def paged(
     most = num * triton.cdiv(pages.shape[1] * page_size, tile.span)
     _paged[(min(num_programs, most),)](
         held.q, weights, held.keys, held.scales, pages, counts, out, num, heads, dim, least,
-        q.stride(0), q.stride(1), weights.stride(0), pages.stride(0), out.stride(0),
-        held.page_stride, held.scale_stride, NUM=triton.next_power_of_2(num), SPAN=tile.span,
+        tile.span, q.stride(0), q.stride(1), weights.stride(0), pages.stride(0), out.stride(0),
+        held.page_stride, held.scale_stride, NUM=queries_of(num),
         SCALED=held.is_scaled, DECODED=held.is_decoded, STAGES=tile.stages,
         num_warps=tile.warps, **_shape(heads, dim, page_size, tile),
     )  # fmt: skip

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.card import Card
-from kernels.gpu.shares import MAX_QUERIES, ends_of, item, merge
+from kernels.gpu.shares import MAX_QUERIES, ends_of, item, merge, queries_of
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -138,7 +138,7 @@ def _whole(
             tl.store(lse, found * LN_2, mask=h < num_heads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries"])
 def _shared(
     q, cache, index, counts, out, part_out, part_lse,  # see kernels.gpu.shares
     q_query, q_head, cache_row, index_query,
@@ -238,7 +238,7 @@ def mla_latents(
     part_lse = torch.empty(slots, num_heads, dtype=torch.float32, device=q.device)
     _shared[(tiles, programs)](
         q, cache, index, counts, out, part_out, part_lse, *strides, num, num_heads, scale,
-        **sizes, QUERIES=triton.next_power_of_2(num),
+        **sizes, QUERIES=queries_of(num),
     )  # fmt: skip
     merge(part_out, part_lse, counts, out, programs, t.block_n)
     return out

@@ -289,7 +289,7 @@ def _consume(
                 gl.store(lse + slot + h, nothing, mask=h < live)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_queries", "items", "pieces"])
 def attend(
     q,  # [N, H, 576]
     cache,  # [rows, 576]
@@ -302,6 +302,8 @@ def attend(
     PAGE: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """A program a share of the items (query, piece, tile of heads)."""
+    if not PARTIAL:
+        pieces = 1
     dtype: gl.constexpr = q.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 256], dtype)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _group(
     ids,  # [num_pairs]
     order,  # [num_pairs] int32: the pairs by expert, then as given
@@ -274,10 +274,10 @@ def group(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch
     num_pairs = topk_ids.numel()
     order = torch.empty(num_pairs, dtype=torch.int32, device=topk_ids.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
-    chunk = min(4096, max(128, triton.next_power_of_2(num_pairs)))
+    chunk = 1024 if num_pairs <= 1024 else 4096
     _group[(num_experts,)](
         topk_ids.contiguous(), order, starts, num_pairs, num_experts, CHUNK=chunk,
-        num_warps=max(1, chunk // 512),
+        num_warps=chunk // 512,
     )  # fmt: skip
     return order, starts
 

@@ -9,7 +9,7 @@ import triton.language as tl
 _ELEMENTS = 4096  # of a program, so that short rows share one
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     x,  # [outer, inner, width], any strides but the last
     weight,  # [width]
@@ -35,7 +35,7 @@ def _rms_norm(
     tl.store(out + row[:, None] * width + column[None, :], normed, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _layer_norm(
     x,  # [outer, inner, width], any strides but the last
     weight,  # [width]
@@ -89,7 +89,7 @@ def _launch(
     inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     outer_stride = x.stride(0) if x.dim() > 1 else 0
     wide = triton.next_power_of_2(width)
-    per_program = max(1, min(_ELEMENTS // wide, triton.next_power_of_2(rows)))
+    per_program = max(1, _ELEMENTS // wide)
     kernel[(triton.cdiv(rows, per_program),)](
         x, *parameters, out, rows, inner, width, outer_stride, inner_stride, eps,
         ROWS=per_program, WIDTH=wide, num_warps=8 if wide >= 4096 else 4,

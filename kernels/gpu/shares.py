@@ -11,7 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-MAX_QUERIES = 1024  # that one program looks over to find its run
+_QUERIES = (16, 128, 1024)  # each a form of every kernel, and seconds to compile
+MAX_QUERIES = _QUERIES[-1]  # that one program looks over to find its run
+
+
+def queries_of(num: int) -> int:
+    """What kernels that look over `num` queries are compiled for."""
+    return next((size for size in _QUERIES if num <= size), int(triton.next_power_of_2(num)))
 
 
 @triton.jit
@@ -28,7 +34,7 @@ def item(vector, n, QUERIES: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, QUERIES) == n, vector, 0), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries"])
 def _merge(
     part_out,  # [num_programs + num_queries, num_heads, width] float32
     part_lse,  # [num_programs + num_queries, num_heads] float32, base 2
@@ -83,12 +89,12 @@ def merge(
     num, num_heads, width = out.shape
     _merge[(num, num_heads)](
         part_out, part_lse, counts, out, num, num_programs, num_heads, width,
-        BLOCK_N=block_n, QUERIES=triton.next_power_of_2(num),
+        BLOCK_N=block_n, QUERIES=queries_of(num),
         WIDTH=triton.next_power_of_2(width), num_warps=4 if width >= 256 else 1,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces"])
 def _merge_pieces(
     part_out,  # [pieces, N, H, width] float32
     part_lse,  # [pieces, N, H] float32, base 2
