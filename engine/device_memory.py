@@ -1,5 +1,6 @@
 """How much of a GPU's memory is the KV pool's: what the weights and the largest steps leave. The
-steps are run once before the pool is made, so that no later one runs out of memory."""
+steps are run once before the pool is made, so that no later one runs out of memory; before that,
+what they and smaller ones call is compiled."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from engine.config import WorkerConfig
 from engine.model.base import Model
 from engine.sampler import LogprobRequest, SamplingState, sample, score
 from engine.types import SamplingParams
+from kernels.dispatch import compiling_ahead
 from kernels.streamed import workspace_bytes
 from kvcache.layout import KVGeometry
 from kvcache.pool import KVPool
@@ -140,11 +142,9 @@ def measure_steps(
     attention = local_attention(pool)
     num_pages = -(-context_length // page_size)
 
-    def peak(starts: tuple[int, ...], length: int) -> int:
+    def run(starts: tuple[int, ...], length: int) -> torch.Tensor:
         num = len(starts) * length
         positions = torch.tensor(starts).unsqueeze(1) + torch.arange(length)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
         batch = ForwardBatch(
             token_ids=torch.randint(0, model.vocab_size, (num,), device=device),
             positions=positions.flatten().to(device),
@@ -154,12 +154,29 @@ def measure_steps(
             lengths=(length,) * len(starts),
         )
         hidden = model.forward(batch.token_ids, batch.positions, attention.begin(batch))
-        _sample(model, hidden[:max_running], device)
+        return hidden[:max_running]
+
+    def peak(starts: tuple[int, ...], length: int) -> int:
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        _sample(model, run(starts, length), device)
         return torch.cuda.max_memory_allocated(device) - before
 
     chunk = min(chunk_size, context_length)
+    last = context_length - 1
+    if (compiling := compiling_ahead(device)) is not None:
+        with compiling:
+            _sample(model, run((context_length - chunk,), chunk), device)
+            for num in halves(max_running):
+                for start in (0, last) if model.index_topk else (last,):
+                    run((start,) * num, 1)
     prefill = peak((context_length - chunk,), chunk)
-    return StepMemory(prefill, peak((context_length - 1,) * max_running, 1))
+    return StepMemory(prefill, peak((last,) * max_running, 1))
+
+
+def halves(most: int) -> list[int]:
+    """Of decodes: every form of a kernel that other batches need is met among these, or nearly."""
+    return [most >> shift for shift in range(most.bit_length())]
 
 
 def _sample(model: Model, hidden: torch.Tensor, device: torch.device) -> None:

@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import logging
+from contextlib import AbstractContextManager
 from types import ModuleType
 
 import torch
@@ -44,6 +45,16 @@ def gpu_kernels(*tensors: Tensor) -> bool:
 def fall_back(kernel: str, why: str) -> None:
     """Say, once for each reason, that calls of `kernel` are computed in their torch form."""
     _log.warning("%s is computed by torch, which is slower: %s", kernel, why)
+
+
+def compiling_ahead(device: torch.device) -> AbstractContextManager[None] | None:
+    """In it, calls of the GPU's kernels on this device compile them, all at once, and compute
+    nothing. None: nothing is compiled for this device on its first call."""
+    if device.type != "cuda" or not _triton_compiles(device.index or 0):
+        return None
+    from kernels.gpu.ahead import compiling
+
+    return compiling()
 
 
 def describe(device: torch.device) -> str:

@@ -3,6 +3,8 @@ in. What measuring finds needs a device: tests/gpu."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,6 +172,37 @@ def test_the_largest_steps_are_those_that_can_come(
     for state in (state for part in sampled for state in part):
         assert state.bias is not None and state.output_counts is not None
         assert state.prompt_seen is not None and state.draw().temperature > 0
+
+
+def test_what_a_start_needs_is_compiled_before_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest chunk and decodes of many sizes, in one go."""
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+    cpu = torch.device("cpu")
+    model = load_model(save_llama(tmp_path), cpu, torch.float32, None)
+    forward, ahead, measured = model.forward, [], []
+    steps: list[int] = measured
+
+    @contextmanager
+    def compiling() -> Iterator[None]:
+        nonlocal steps
+        steps = ahead
+        yield
+        steps = measured
+
+    def spied(token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        steps.append(len(token_ids))
+        return forward(token_ids, *rest)
+
+    monkeypatch.setattr(engine.device_memory, "compiling_ahead", lambda device: compiling())
+    monkeypatch.setattr(model, "forward", spied)
+    sizes = {"page_size": 64, "context_length": 100, "chunk_size": 32, "max_running": 7}
+    measure_steps(model, model.geometry, torch.float32, cpu, **sizes)
+    assert ahead == [32, 7, 3, 1]
+    assert measured == [32, 7]
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 64, 100, 256, 500])

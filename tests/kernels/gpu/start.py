@@ -1,0 +1,136 @@
+"""What a start compiles, found without a card: run by test_start.py in a process of its own, where
+Triton compiles instead of interpreting. Prints a JSON object."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+from benchmarks.random_models import build_config
+from engine.attention.local import local_attention
+from engine.batch import ForwardBatch
+from engine.decode_graphs import batch_sizes
+from engine.device_memory import halves
+from engine.model.deepseek import DeepseekModel
+from engine.model.llama import LlamaModel
+from kernels.gpu import attention, index_topk, moe, norm, rope, route, store  # noqa: F401
+from kernels.gpu.ahead import compiling
+from kernels.gpu.card import Card
+from kernels.gpu.swiglu import silu_mul
+from kvcache.pool import KVPool
+
+HOPPER = Card(num_processors=132, capability=9, shared_bytes=232448, multiplies_fp8=True)
+META = torch.device("meta")
+MOST, PAGE = 128, 64
+
+
+class Driver:
+    """Of a card that is not there: enough to compile for it."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Shapes:
+    """Weights of any name that have no memory."""
+
+    device, dtype = META, torch.bfloat16
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def get(self, name: str, shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype or self.dtype, device=META)
+
+    def fused(self, parts: list[tuple[str, int]], *inner: int) -> torch.Tensor:
+        return torch.cat([self.get(name, (rows, *inner)) for name, rows in parts])
+
+
+@contextlib.contextmanager
+def on_hopper() -> Iterator[None]:
+    """Shapes are taken for tensors on a card."""
+    stand_ins = {"gpu_kernels": lambda *tensors: True, "card_of": lambda device: HOPPER}
+    with contextlib.ExitStack() as patches:
+        for module in [m for m in sys.modules.values() if m.__name__[:7] in ("engine.", "kernels")]:
+            for name in stand_ins.keys() & vars(module).keys():
+                patches.enter_context(mock.patch.object(module, name, stand_ins[name]))
+        yield
+
+
+def forms_of(name: str, context: int, sizes: list[int]) -> dict[str, set[str]]:
+    """By kernel, of decodes of these sizes with and without selection."""
+    forms: dict[str, set[str]] = defaultdict(set)
+
+    def note(*, key: str, fn: Any, **rest: Any) -> bool:
+        forms[fn.name].add(key)
+        return True  # do not compile it, nor launch it
+
+    config = build_config(name, context, num_hidden_layers=2)
+    kind = DeepseekModel if config.model_type == "deepseek_v32" else LlamaModel
+    with on_hopper(), mock.patch.object(triton.knobs.runtime, "jit_cache_hook", note):
+        model: Any = kind.load(config, Shapes())
+        pool = KVPool.create(model.geometry, PAGE, 8, torch.bfloat16, META)
+        for size in sizes:
+            for start in (0, context - 1) if model.index_topk else (0,):
+                ids = torch.zeros(size, dtype=torch.int64, device=META)
+                pages = torch.zeros((size, context // PAGE), dtype=torch.int32, device=META)
+                batch = ForwardBatch(ids, ids, ids, pages, (start,) * size, (1,) * size)
+                model.forward(ids, ids, local_attention(pool).begin(batch))
+    return forms
+
+
+@triton.jit
+def refused(x):
+    tl.static_assert(False, "refused")
+
+
+def ahead(cache: Path) -> dict[str, Any]:
+    """How a kernel that compiles and one that does not fare."""
+    x = torch.ones(3, 64)
+    with compiling():
+        out = silu_mul(x)
+        refused[(1,)](x)
+    raised = ""
+    try:
+        refused[(1,)](x)
+    except Exception as error:
+        raised = str(error)
+    return {
+        "compiled": sorted(path.name for path in cache.rglob("*.cubin")),
+        "zeros": not out.any(),
+        "raised": raised,
+    }
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Driver())
+    found: dict[str, Any] = {"ahead": ahead(Path(sys.argv[1])), "forms": {}}
+    for name in sys.argv[2:]:
+        all_sizes = forms_of(name, 65536, batch_sizes(MOST))
+        some_sizes = forms_of(name, 65536, halves(MOST))
+        found["forms"][name] = {
+            "numbers": {kernel: len(keys) for kernel, keys in all_sizes.items()},
+            "missed": sorted(k for k, keys in all_sizes.items() if keys - some_sizes[k]),
+        }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
