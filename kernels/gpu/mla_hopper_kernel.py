@@ -30,6 +30,9 @@ TOTAL_READY = gl.constexpr(13)
 Q_FREE = gl.constexpr(15)
 NUM_BARRIERS = gl.constexpr(16)
 
+# Of a warp group; named so up to Triton 3.6, `barrier` from 3.7 on.
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
 
 @gluon.jit
 def _item(item, counts, num_heads, pieces):
@@ -152,7 +155,7 @@ def _score(phase, none, q_left, q_right, q_rope, left, right, rope, bars, J: gl.
 @gluon.jit
 def _arrive(bars, i: gl.constexpr):
     """This warp group has finished what the barrier stands for."""
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(bars.index(i), count=1)
 
 

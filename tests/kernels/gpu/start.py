@@ -24,7 +24,7 @@ from engine.decode_graphs import batch_sizes
 from engine.device_memory import halves
 from engine.model.deepseek import DeepseekModel
 from engine.model.llama import LlamaModel
-from kernels.gpu import attention, index_topk, moe, norm, rope, route, store  # noqa: F401
+from kernels.gpu import attention, index_topk, mla_hopper, moe, norm, rope, route, store  # noqa: F401
 from kernels.gpu.ahead import compiling
 from kernels.gpu.card import Card
 from kernels.gpu.swiglu import silu_mul
@@ -102,10 +102,13 @@ def refused(x):
 
 
 def ahead(cache: Path) -> dict[str, Any]:
-    """How a kernel that compiles and one that does not fare."""
+    """How kernels that compile, one of them Hopper's own, and one that does not fare."""
     x = torch.ones(3, 64)
+    rows = torch.zeros(3, 576, dtype=torch.bfloat16)
+    index, counts = torch.zeros(1, 3, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     with compiling():
         out = silu_mul(x)
+        mla_hopper.mla_latents(rows[None], rows, index, counts, 0, 1.0, HOPPER.num_processors)
         refused[(1,)](x)
     raised = ""
     try:
