@@ -1,7 +1,7 @@
 """The index, top-k, expert and small kernels on one CUDA device: right first, then how fast.
 
     python -m benchmarks.gpu_kernels --output benchmarks/results/gpu_kernels.json
-    python -m benchmarks.gpu_kernels --tiles
+    python -m benchmarks.gpu_kernels --tiles scores
 
 Shapes are DeepSeek-V3.2's. Every figure is the median of replays of a CUDA graph of many calls. The
 figures that ours are compared with were measured on a card of the same model earlier: DeepGEMM (in
@@ -15,12 +15,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 from triton.runtime.errors import OutOfResources
@@ -39,7 +40,7 @@ from kernels.gpu import (
     swiglu,
 )
 from kernels.gpu.card import card_of
-from kernels.gpu.topk import select
+from kernels.gpu.topk import select, tile_for
 from kernels.index_logits import index_logits as scores_of
 from kernels.moe import moe_reference
 from kernels.sampling import Draw, mix
@@ -55,6 +56,8 @@ VLLM_TOPK = {
     (16, 8192): 4.9, (16, 32768): 11.2, (16, 131072): 17.2,
     (128, 8192): 5.4, (128, 32768): 15.6, (128, 131072): 62,
 }  # fmt: skip
+
+Cut = TypeVar("Cut")  # a way to cut a kernel's work
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +260,8 @@ def tiles() -> None:
     own = *index.operands, index.keys, index.pages[0], length - 4096, PAGE, out
     usual = index_logits.causal_tile(HEADS, DIM, E4M3, card_of(out.device))
     cuts = product((1, 2, 4), (64, 128), (2048, 4096, 8192), (4, 8), (2, 3, 4))
-    _fastest("prefill, 4096 x 32k", usual, cuts, partial(index_logits.causal, *own), 2)
+    prefilled = [partial(index_logits.causal, *own)] * 2
+    _fastest("prefill, 4096 x 32k", usual, starmap(index_logits.Tile, cuts), prefilled)
     for num in (1, 16, 64):
         index, counts = Index.draw(num, num, length, is_fp8=True), _lengths(num, length)
         out = torch.empty((num, length), device="cuda")
@@ -274,35 +278,49 @@ def tiles() -> None:
         )
         usual = index_logits.paged_tile(num, HEADS, DIM, E4M3, card_of(out.device))
         cuts = product((1,), (32, 64, 128), (128, 256, 512, 1024), (2, 4, 8), (2, 3, 4, 6, 8))
-        _fastest(f"decodes, {num} x 32k", usual, cuts, paged, 10)
+        _fastest(f"decodes, {num} x 32k", usual, starmap(index_logits.Tile, cuts), [paged] * 10)
+
+
+def topk_tiles() -> None:
+    """The same for the top-k, beside what kernels.gpu.topk takes by itself: other pieces to choose
+    from, then other sieves before the usual one."""
+    for num, length in VLLM_TOPK:
+        usual = tile_for(num, length)
+        pieces = ((8, 8, 128), (8, 8, 104), (4, 16, 64), (4, 8, 80), (16, 4, 255))
+        cuts = [replace(usual, rows=r, warps=w, registers=n) for r, w, n in pieces]
+        if length > 8192:
+            sieves = ((4, 8, 64), (4, 16, 64), (8, 8, 128), (2, 16, 40), (8, 4, 128))
+            names = ("sieve_rows", "sieve_warps", "sieve_registers")
+            cuts += [replace(usual, **dict(zip(names, sieve, strict=True))) for sieve in sieves]
+            cuts += [replace(usual, stages=2), replace(usual, spans=4 if num < 4096 else 2)]
+        _fastest(f"top-k, {num} x {length // 1024}k", usual, cuts, _topk_calls(num, length))
 
 
 def _fastest(
-    what: str,
-    usual: index_logits.Tile,
-    cuts: Iterable[tuple[int, ...]],
-    call: Callable[..., None],
-    num_calls: int,
+    what: str, usual: Cut, cuts: Iterable[Cut], calls: Sequence[Callable[..., object]]
 ) -> None:
-    took: list[tuple[float, index_logits.Tile]] = []
-    for cut in [index_logits.Tile(*cut) for cut in cuts]:
+    took: list[tuple[float, Cut]] = []
+    for cut in cuts:
         try:
-            took.append((timed([partial(call, tile=cut)] * num_calls, repeats=3), cut))
+            took.append((timed([partial(call, tile=cut) for call in calls], repeats=3), cut))
         except OutOfResources:
             continue
-    print(f"{what}: {timed([partial(call, tile=usual)] * num_calls):.1f} µs with {usual}")
+    print(f"{what}: {timed([partial(call, tile=usual) for call in calls]):.1f} µs with {usual}")
     for microseconds, cut in sorted(took, key=lambda pair: pair[0])[:5]:
         print(f"  {microseconds:.1f} µs with {cut}", flush=True)
+
+
+def _topk_calls(num: int, length: int) -> list[Callable[..., None]]:
+    copies = max(1, min(8, 2 * L2_BYTES // (num * length * 4)))
+    scores = [draw(num, length, dtype=torch.float32) for _ in range(copies)]
+    counts, out = _lengths(num, length), scores[0].new_empty((num, TOPK), dtype=torch.int32)
+    return [partial(select, each, counts, TOPK, out) for each in scores] * (1 if num == 4096 else 4)
 
 
 def topk(bytes_ceiling: float) -> list[Row]:
     rows = []
     for (num, length), peer in VLLM_TOPK.items():
-        copies = max(1, min(8, 2 * L2_BYTES // (num * length * 4)))
-        scores = [draw(num, length, dtype=torch.float32) for _ in range(copies)]
-        counts, out = _lengths(num, length), scores[0].new_empty((num, TOPK), dtype=torch.int32)
-        calls = [partial(select, each, counts, TOPK, out) for each in scores]
-        took = timed(calls * (1 if num == 4096 else 4))
+        took = timed(_topk_calls(num, length))
         rate = num * length * 4 / took / 1e6
         shape = f"{num} x {length // 1024}k"
         rows.append(Row("top-2048", shape, took, None, rate, rate / bytes_ceiling, "vLLM", peer))
@@ -393,13 +411,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument(
-        "--tiles", action="store_true", help="try tilings of the fp8 scores instead"
+        "--tiles", choices=("scores", "topk"), help="try tilings of the fp8 scores, or of the top-k"
     )
     args = parser.parse_args()
     torch.manual_seed(1)
     gate()
     if args.tiles:
-        tiles()
+        (tiles if args.tiles == "scores" else topk_tiles)()
         return
     flops, fp8_flops, bandwidth = ceilings()
     print(

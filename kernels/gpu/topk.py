@@ -1,240 +1,272 @@
 """Exact top-k of each row by score descending, then position ascending. The specification is
 kernels.topk.
 
-A row is cut into groups that fit a program's registers; each gives its k best on, in ascending
-position, until one group is left. The k-th best of a group is found by counting: floats as integers
-of the same order, the next candidates by interpolating between the two last counts. Where rows are
-many and long, a sieve goes first: a sample says which score the k best very probably exceed, and
-where it was right, which is seen, a single group is left.
+A row that fits a program's registers is held there, and its k-th best found by counting. Of a
+longer row a sieve first keeps what, a sample says, the k best very probably reach. Where the sample
+was wrong, which the count of what was kept shows, the row is read for every count.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
 
-_SIEVED_ROWS: Final = 256  # fewer do not fill a device with a row a program
-_ABSENT = tl.constexpr(-(2**31))  # below every score
-_INTERPOLATIONS = tl.constexpr(20)  # then by halves, which end
-
-
-@triton.jit
-def _ordered(x):
-    """float32 -> int32 of the same order; both zeros alike, -inf absent."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.where(x == float("-inf"), _ABSENT, key)
+from kernels.gpu.kth import NOTHING, fours, key_of, kth, number, read, shared_counts, spread
 
 
 @triton.jit
-def _number(key):
-    """The float32 of an ordered key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _between(low, high, key):
-    return tl.minimum(tl.maximum(key, low + 1), high - 1)
-
-
-@triton.jit
-def _kth(key, n, k):
-    """The largest t such that at least k of the n keys are >= t; or a t with exactly k such."""
-    low = tl.min(tl.where(key == _ABSENT, 2147483647, key))
-    high = tl.max(key) + 1
-    above_low = n  # how many are >= low
-    above_high = n * 0
-    step = n * 0
-    while (high - low != 1) & (above_low != k):
-        # Two guesses at once: as if numbers, and as if exponents, were spread evenly.
-        share = (above_low - k).to(tl.float32) / (above_low - above_high).to(tl.float32)
-        least, most = _number(low), _number(high)
-        first = _between(low, high, _ordered(least + share * (most - least)))
-        span = (high - low).to(tl.uint32, bitcast=True)  # as signed it may not fit
-        part = (share * span.to(tl.float32)).to(tl.uint32)
-        part = tl.where(step < _INTERPOLATIONS, part, span >> 1)
-        part = tl.minimum(tl.maximum(part, 1), span - 1)
-        second = low + part.to(tl.int32, bitcast=True)
-        both = tl.sum((key >= first).to(tl.int32) + ((key >= second).to(tl.int32) << 16))
-        above_first, above_second = both & 0xFFFF, (both >> 16) & 0xFFFF
-        if above_first >= k:
-            low = first
-            above_low = above_first
-        else:
-            high = first
-            above_high = above_first
-        if above_second >= k:
-            if second > low:
-                low = second
-                above_low = above_second
-        else:
-            if second < high:
-                high = second
-                above_high = above_second
-        step += 1
-    return low
-
-
-@triton.jit
-def _keys(scores, index, n, IS_FLOAT: tl.constexpr):
-    """The ordered keys at `index`, absent from n on."""
-    if IS_FLOAT:
-        return _ordered(tl.load(scores + index, mask=index < n, other=float("-inf")))
+def _places(own):
+    """own: how many of each four of a piece are chosen, [ROWS, WARPS, 32]. How many are before each
+    four, and how many in all."""
+    # Lines are summed over a warp side by side, each in a byte.
+    shift = tl.arange(0, own.shape[0])[:, None, None] * 8
+    if own.shape[0] <= 4:
+        packed = tl.sum(own << shift, axis=0, keep_dims=True)
+        lines = tl.sum(packed, axis=2, keep_dims=True)
+        before = lines & ((1 << shift) - 1)
+        before = ((before & 0xFF00FF) + ((before >> 8) & 0xFF00FF)) * 0x10001 >> 16
+        warps = ((lines & 0xFF00FF) + ((lines >> 8) & 0xFF00FF)) * 0x10001 >> 16
     else:
-        return tl.load(scores + index, mask=index < n, other=_ABSENT)
+        packed = tl.sum(own.to(tl.int64) << shift, axis=0, keep_dims=True)
+        lines = tl.sum(packed, axis=2, keep_dims=True)
+        before = lines & ((tl.full(shift.shape, 1, tl.int64) << shift) - 1)
+        before = (before & 0xFF00FF00FF00FF) + ((before >> 8) & 0xFF00FF00FF00FF)
+        before = (before * 0x1000100010001 >> 48).to(tl.int32)
+        warps = (lines & 0xFF00FF00FF00FF) + ((lines >> 8) & 0xFF00FF00FF00FF)
+        warps = (warps * 0x1000100010001 >> 48).to(tl.int32)
+    lanes = ((tl.cumsum(packed, axis=2) >> shift) & 0xFF).to(tl.int32)
+    upto = tl.cumsum(warps, axis=1)
+    return (upto - warps + before) + (lanes - own), tl.max(upto)
 
 
 @triton.jit
-def _ranks(is_above, is_tied):
-    """For each element of a piece [ROWS, COLUMNS], row after row, how many are above, and how many
-    tied, up to it; and how many of each there are. Rows are counted each by its own warp, so that
-    warps wait for each other only over the rows' sums."""
-    packed = is_above.to(tl.int32) + (is_tied.to(tl.int32) << 16)
-    within = tl.cumsum(packed, axis=1)
-    sums = tl.sum(packed, axis=1)  # [ROWS]
-    passed = within + (tl.cumsum(sums, axis=0) - sums)[:, None]
-    total = tl.sum(sums)
-    return passed & 0xFFFF, passed >> 16, total & 0xFFFF, total >> 16
+def _quarters(x):
+    """[..., 4] -> four tensors [...]"""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 32, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
 
 
 @triton.jit
-def _select(
-    scores,  # [rows, score_stride]: float32 scores, or int32 keys from the level before
-    positions,  # [rows, score_stride] int32 from the level before
-    counts,  # [rows]: how many scores the rows had at first; below 0: the row is another's
-    out_keys,  # [rows, out_stride] int32; written unless IS_LAST
-    out_positions,  # [rows, out_stride] int32
+def _store(to, a, b, c, d, i, j, m, n, place):
+    """a to d where i to n are true, densely from `place` on. By quarters: stores of a whole piece,
+    whose places are not known to be neighbours, would first be handed to other threads."""
+    tl.store(to + place, a, mask=i)
+    place = tl.where(i, place + 1, place)
+    tl.store(to + place, b, mask=j)
+    place = tl.where(j, place + 1, place)
+    tl.store(to + place, c, mask=m)
+    place = tl.where(m, place + 1, place)
+    tl.store(to + place, d, mask=n)
+
+
+@triton.jit
+def _first(ones, limit):
+    """The first `limit` of the ones; how many there are in all."""
+    place, num = _places(tl.sum(ones, axis=3))
+    place = place[:, :, :, None] + tl.cumsum(ones, axis=3) - ones
+    return tl.where(place < limit, ones, 0), num
+
+
+@triton.jit
+def _pair(x, position):
+    """float32 and int32 as one int64"""
+    return x.to(tl.int32, bitcast=True).to(tl.int64) << 32 | position.to(tl.int64)
+
+
+@triton.jit
+def _parts(pair):
+    return (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), pair.to(tl.int32)
+
+
+@triton.jit
+def _keep(to, x, position, least, num, CAP: tl.constexpr):
+    """Add the pairs of those of a piece that reach `least` to the `num` before them. Where there
+    are too many, the last four are taken by all."""
+    a, b, c, d = _quarters(x)
+    i, j, m, p = a >= least, b >= least, c >= least, d >= least
+    own = tl.where(i, 1.0, 0.0) + tl.where(j, 1.0, 0.0)
+    own += tl.where(m, 1.0, 0.0) + tl.where(p, 1.0, 0.0)
+    place, more = _places(own.to(tl.int32))
+    a, b, c, d = _quarters(_pair(x, position))
+    _store(to, a, b, c, d, i, j, m, p, tl.minimum(place + num, CAP - 4))
+    return num + more
+
+
+@triton.jit
+def _kept_at(at, counts, CAP: tl.constexpr, SPANS: tl.constexpr):
+    """Where the `at`-th of what the sieve kept of a row lies, every span rounded up to whole fours
+    and CAP behind the one before; how many there are, and how many with the rounding."""
+    where = at
+    num = tl.load(counts) * 0
+    num_rounded = num
+    for span in tl.static_range(SPANS):
+        where = tl.where(at >= num_rounded, at - num_rounded + span * CAP, where)
+        more = tl.load(counts + span)
+        num += more
+        num_rounded += (more + 3) // 4 * 4
+    return where, num, num_rounded
+
+
+@triton.jit
+def _choose_from(shared, key, position, source, at, n, k, to, IS_LONG: tl.constexpr):
+    """Write the positions of the k best of n elements: of these keys and positions, or, if IS_LONG,
+    of those to be read, which are in order. Returns how many there were."""
+    low, reach, above = (n * 0).to(tl.uint32), n, n
+    if n > k:
+        low, reach, above = kth(shared, key, source, at, n, k, 0, IS_LONG)
+    least = tl.maximum(low, NOTHING + 1)
+    has_ties = (reach > k) & (low == least)
+    room = k - above  # for those that equal it
+    num_kept = n * 0
+    for first in range(0, n, key.numel):
+        if IS_LONG:
+            key = key_of(read(source, first + at, n))
+            position = first + at + tl.arange(0, 4)
+        ones = (key >= least).to(tl.int32)
+        if has_ties:
+            tied, num_tied = _first((key == least).to(tl.int32), room)
+            ones = (key > least).to(tl.int32) + tied
+            room -= num_tied
+        place, num = _places(tl.sum(ones, axis=3))
+        a, b, c, d = _quarters(position)
+        i, j, m, p = _quarters(ones)
+        _store(to, a, b, c, d, i == 1, j == 1, m == 1, p == 1, num_kept + place)
+        num_kept += num
+    return num_kept
+
+
+@triton.jit(do_not_specialize=["k"])
+def _choose(
+    scores,  # [rows, score_stride] float32
+    counts,  # [rows]: how many scores each row has
+    kept,  # [rows, SPANS, size of a piece] int64: pairs that the sieve kept of longer rows
+    kept_counts,  # [rows, SPANS]
+    out,  # [rows, out_stride] int32
     k,
     score_stride,
     out_stride,
-    LEVEL: tl.constexpr,
-    ARE_SCORES: tl.constexpr,  # not keys with positions
-    IS_LAST: tl.constexpr,
-    ALL_SCORED: tl.constexpr,  # rows with no more than k scores have them written, too
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,  # of a piece
-    COLUMNS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
-    count = tl.load(counts + row).to(tl.int32)
-    if count < 0:
-        return
-    has_scores = (count > k) | ALL_SCORED
-    for _ in tl.static_range(LEVEL):
-        count = count // GROUP * k + tl.minimum(count % GROUP, k)
-    begin = group * GROUP
-    n = tl.minimum(count - begin, GROUP)  # of this group; below 1: none
-    if (n <= 0) & ((not IS_LAST) | (group > 0)):
-        return
-    n = tl.maximum(n, 0)
-    source = row * score_stride + begin
-    # Chosen are the keys above the threshold, and the first `room` that equal it.
-    threshold = n * 0 + _ABSENT
-    room = n * 0
-    if has_scores & (n > k):
-        key = _keys(scores + source, tl.arange(0, GROUP), n, ARE_SCORES)
-        present = tl.sum((key != _ABSENT).to(tl.int32))
-        if present > k:
-            threshold = _kth(key, present, k)
-            room = k - tl.sum((key > threshold).to(tl.int32))
-    # The keys are read again, from the cache, in pieces: fewer registers, so more programs at once.
-    num_above = n * 0
-    num_tied = n * 0
-    to_keys = out_keys + row * out_stride + group * k
-    to_positions = out_positions + row * out_stride + group * k
-    for at in range(0, n, ROWS * COLUMNS):
-        index = at + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        seen = tl.where(has_scores, n, 0)
-        key = _keys(scores + source, index, seen, ARE_SCORES)
-        is_above = (key > threshold) | (index >= seen) & (index < n)
-        is_tied = (key == threshold) & (room > 0)
-        above, tied, more_above, more_tied = _ranks(is_above, is_tied)
-        above += num_above
-        tied += num_tied
-        is_kept = is_above | (is_tied & (tied <= room))
-        place = above + tl.minimum(tied, room) - 1
-        if ARE_SCORES:
-            position = begin + index
-        else:
-            position = tl.load(positions + source + index, mask=is_kept, other=-1)
-        tl.store(to_positions + place, position, mask=is_kept)
-        if not IS_LAST:
-            tl.store(to_keys + place, key, mask=is_kept)
-        num_above += more_above
-        num_tied += more_tied
-    # Behind them: nothing.
-    kept = num_above + tl.minimum(num_tied, room)
-    slots = k if IS_LAST else tl.minimum(n, k)
-    for at in range(kept, slots, 1024):
-        slot = at + tl.arange(0, 1024)
-        tl.store(to_positions + slot, -1, mask=slot < slots)
-        if not IS_LAST:
-            tl.store(to_keys + slot, _ABSENT, mask=slot < slots)
-
-
-@triton.jit
-def _sieve(
-    scores,  # [rows, score_stride] float32
-    counts,  # [rows]
-    keys,  # [rows, cap] int32
-    positions,  # [rows, cap] int32
-    found,  # [rows] int32: how many passed; -1 where the row was left alone
-    rest,  # [rows] int32: the count of a row that was left alone, else -1
-    k,
-    score_stride,
-    cap,
-    least,  # rows with no more scores are left alone
-    SAMPLE: tl.constexpr,
+    ALL_SCORED: tl.constexpr,  # rows with no more than k scores have them read, too
+    SPANS: tl.constexpr,  # of the sieve; 0: no row has more than a piece
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     n = tl.load(counts + row).to(tl.int32)
-    num = n * 0 - 1
-    if n > least:
-        source = scores + row * score_stride
-        # One of each n / SAMPLE neighbours, which one being hashed: scores have periods.
-        i = tl.arange(0, SAMPLE)
-        step = n // SAMPLE
-        at = i * step + ((i.to(tl.uint32) * 2654435769) >> 8).to(tl.int32) % step
-        sample = _keys(source, at, n, True)
-        expected = k.to(tl.float32) * SAMPLE / n.to(tl.float32)  # of the k best in the sample
-        rank = (expected + 4.0 * tl.sqrt(expected) + 3.0).to(tl.int32)
-        present = tl.sum((sample != _ABSENT).to(tl.int32))
-        if present >= rank:
-            border = _kth(sample, present, rank)
-            num = n * 0
-            to_keys = keys + row * cap
-            to_positions = positions + row * cap
-            for first in range(0, n, ROWS * COLUMNS):
-                inner = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-                key = _keys(source, first + inner, n, True)
-                passes = key >= border
-                place, _, more, _ = _ranks(passes, passes & (inner < 0))
-                place += num - 1
-                mask = passes & (place < cap)
-                tl.store(to_keys + place, key, mask=mask)
-                tl.store(to_positions + place, first + inner, mask=mask)
-                num += more
-            if (num < k) | (num > cap):
-                num = n * 0 - 1
-    tl.store(found + row, num)
-    tl.store(rest + row, tl.where(num < 0, n, -1))
+    to = out + row * out_stride
+    if (n <= k) & (not ALL_SCORED):
+        for first in range(0, k, 1024):
+            slot = first + tl.arange(0, 1024)
+            tl.store(to + slot, tl.where(slot < n, slot, -1), mask=slot < k)
+        return
+    source = scores + row * score_stride
+    shared = shared_counts(n * 0)
+    at = fours(ROWS, WARPS)
+    if SPANS == 0:
+        key = key_of(read(source, at, n))
+        num = _choose_from(shared, key, at + tl.arange(0, 4), source, at, n, k, to, False)
+    else:
+        size: tl.constexpr = ROWS * WARPS * 128
+        # Any row has memory for a piece, and so has what is kept of it.
+        own, own_counts = kept + row * (SPANS * size), kept_counts + row * SPANS
+        num_real, num_held = n, n
+        position = at + tl.arange(0, 4)
+        x = tl.load(source + position)
+        if n > size:
+            where, num_real, num_held = _kept_at(at, own_counts, size, SPANS)
+            x, position = _parts(tl.load(own + where + tl.arange(0, 4)))
+        key = key_of(tl.where(at + tl.arange(0, 4) < num_held, x, float("-inf")))
+        if (n > size) & ((num_real < k) | (num_held > size - 4)):
+            num = _choose_from(shared, key, position, source, at, n, k, to, True)
+        else:
+            num = _choose_from(shared, key, position, source, at, num_held, k, to, False)
+    for first in range(num, k, 1024):
+        slot = first + tl.arange(0, 1024)
+        tl.store(to + slot, -1, mask=slot < k)
+
+
+@triton.jit(do_not_specialize=["k"])
+def _sieve(
+    scores,  # [rows, score_stride] float32
+    counts,  # [rows]
+    kept,  # [rows, SPANS, CAP] int64
+    kept_counts,  # [rows, SPANS]: how many there were to keep, which may be more
+    k,
+    score_stride,
+    CAP: tl.constexpr,  # also of a row; rows with no more scores are left alone
+    SPANS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WARPS: tl.constexpr,
+    SAMPLE_ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(1)
+    n = tl.load(counts + row).to(tl.int32)
+    if n <= CAP:
+        return
+    source = scores + row * score_stride
+    sample: tl.constexpr = SAMPLE_ROWS * WARPS * 128
+    at = spread(fours(SAMPLE_ROWS, WARPS) + tl.arange(0, 4), n, sample)
+    x = tl.load(source + at)
+    # The k best, and as many as there is room for, have this many in the sample, give or take the
+    # root. Halfway between the roots, a miss of either is as unlikely.
+    expected = k.to(tl.float32) * sample / n.to(tl.float32)
+    most = CAP * sample / n.to(tl.float32)
+    root = (tl.sqrt(expected) + tl.sqrt(most)) * 0.5
+    rank = tl.minimum(root * root, expected + 5.0 * tl.sqrt(expected) + 5.0).to(tl.int32)
+    least = (n * 0).to(tl.uint32)
+    if rank < sample:
+        shared = shared_counts(n * 0)
+        size = rank * 0 + sample
+        least, _, _ = kth(shared, key_of(x), source, at, size, rank, rank // 16, IS_LONG=False)
+    t = number(tl.maximum(least, NOTHING + 1))
+    to = kept + (row * SPANS + span) * CAP
+    piece: tl.constexpr = ROWS * WARPS * 128
+    share = tl.cdiv(tl.cdiv(n, SPANS), piece) * piece
+    begin = span * share
+    end = tl.maximum(tl.minimum(begin + share, n), begin)
+    whole = begin + (end - begin) // piece * piece
+    num = n * 0
+    at = fours(ROWS, WARPS) + tl.arange(0, 4)
+    for first in tl.range(begin, whole, piece, num_stages=STAGES):
+        num = _keep(to, tl.load(source + first + at), first + at, t, num, CAP)
+    if whole < end:
+        num = _keep(to, read(source, whole + fours(ROWS, WARPS), end), whole + at, t, num, CAP)
+    # Up to whole fours: nothing.
+    behind = num + tl.arange(0, 4)
+    nothing = _pair(tl.full([4], float("-inf"), tl.float32), behind)
+    tl.store(to + behind, nothing, behind < tl.minimum((num + 3) // 4 * 4, CAP))
+    tl.store(kept_counts + row * SPANS + span, num)
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How rows are cut."""
+    """How rows are cut: a piece has as many lines of 128 as rows times warps."""
 
-    group: int = 8192  # elements a program keeps in registers
-    piece: tuple[int, int] = (16, 128)  # elements whose ranks it finds at once
-    warps: int = 4
-    per_sampled: int = 32  # the sieve looks at one of so many first
+    rows: int  # of the piece that is chosen from, in registers
+    warps: int  # more where k needs them
+    registers: int  # of a thread: with fewer, more programs are on a multiprocessor at once
+    spans: int  # of a longer row; each has a program to sieve it
+    sieve_rows: int
+    sieve_warps: int
+    sieve_registers: int
+    sample_rows: int  # what the sieve looks at first
+    stages: int = 3  # pieces that are on their way or sieved at a time
+
+
+def tile_for(num_rows: int, width: int) -> Tile:
+    """What is fast on a card of some 130 multiprocessors. Of a million scores, the best thousands
+    are seldom in a small sample."""
+    wide = 1 if width <= 1 << 18 else 2
+    if num_rows > 128:
+        return Tile(8, 8, 128, 1, 4, 8, 64, 4 * wide)
+    return Tile(4, 16, 64, 2 if num_rows > 32 else 8, 4, 16, 64, 2 * wide)
 
 
 def select(
@@ -244,8 +276,7 @@ def select(
     out: torch.Tensor,  # [T, k] int32
     *,
     all_scored: bool = False,
-    tile: Tile = Tile(),
-    sieves: bool | None = None,  # None: where it pays
+    tile: Tile | None = None,
 ) -> None:
     """out[t]: the columns of row t's k best, ascending, -1 behind them.
 
@@ -255,73 +286,27 @@ def select(
     num_rows, width = scores.shape
     if num_rows == 0:
         return
-    if 2 * k > tile.group:
-        tile = replace(tile, group=triton.next_power_of_2(2 * k))
-    if sieves is None:
-        sieves = num_rows >= _SIEVED_ROWS and width > 1.5 * tile.group
-    if sieves:
-        counts = select_sieved(scores, counts, k, out, tile)
-    keys, positions, level = scores, out, 0
-    while True:
-        groups = max(1, triton.cdiv(width, tile.group))
-        is_last = groups == 1
-        if is_last:
-            next_keys = next_positions = out
-        else:
-            next_keys = scores.new_empty((num_rows, groups * k), dtype=torch.int32)
-            next_positions = torch.empty_like(next_keys)
-        # A short row needs no full group, where no level before counted in them.
-        group = min(tile.group, triton.next_power_of_2(max(width, 16)))
-        _launch(
-            keys, positions, counts, next_keys, next_positions, k, tile,
-            LEVEL=level, ARE_SCORES=level == 0, IS_LAST=is_last, ALL_SCORED=all_scored,
-            GROUP=group if level == 0 else tile.group,
+    if scores.stride(0) % 4 or scores.stride(0) < width:
+        scores = functional.pad(scores, (0, -width % 16))
+    tile = tile or tile_for(num_rows, width)
+    rows, warps = tile.rows, tile.warps
+    while rows * warps * 128 < min(2 * k, width):
+        rows, warps = (rows, warps * 2) if warps < 32 else (rows * 2, warps)
+    cap = rows * warps * 128
+    spans = tile.spans if width > cap else 0
+    kept = torch.empty((num_rows, spans, cap), dtype=torch.int64, device=scores.device)
+    kept_counts = kept.new_empty((num_rows, spans), dtype=torch.int32)
+    if spans:
+        _sieve[(num_rows, spans)](
+            scores, counts, kept, kept_counts, k, scores.stride(0), CAP=cap,
+            SPANS=spans, ROWS=tile.sieve_rows, WARPS=tile.sieve_warps,
+            SAMPLE_ROWS=tile.sample_rows, STAGES=tile.stages,
+            num_warps=tile.sieve_warps, maxnreg=tile.sieve_registers,
         )  # fmt: skip
-        if is_last:
-            return
-        keys, positions, level, width = next_keys, next_positions, level + 1, groups * k
-
-
-def select_sieved(
-    scores: torch.Tensor, counts: torch.Tensor, k: int, out: torch.Tensor, tile: Tile
-) -> torch.Tensor:
-    """`select` for the rows that the sieve serves; counts for the others, -1 for those served."""
-    num_rows, width = scores.shape
-    cap = triton.next_power_of_2(2 * k)
-    keys = scores.new_empty((num_rows, cap), dtype=torch.int32)
-    positions = torch.empty_like(keys)
-    found = scores.new_empty(num_rows, dtype=torch.int32)
-    rest = torch.empty_like(found)
-    rows, columns = tile.piece
-    # Of the k best, a sample of this size has about the same number, however long the row.
-    sample = max(16, min(4096, triton.next_power_of_2(width) // tile.per_sampled))
-    _sieve[(num_rows,)](
-        scores, counts, keys, positions, found, rest, k, scores.stride(0), cap,
-        max(cap, sample), SAMPLE=sample, ROWS=rows, COLUMNS=columns, num_warps=tile.warps,
-    )  # fmt: skip
-    _launch(
-        keys, positions, found, out, out, k, tile,
-        LEVEL=0, ARE_SCORES=False, IS_LAST=True, ALL_SCORED=False, GROUP=cap,
-    )  # fmt: skip
-    return rest
-
-
-def _launch(
-    scores: torch.Tensor,
-    positions: torch.Tensor,
-    counts: torch.Tensor,
-    out_keys: torch.Tensor,
-    out_positions: torch.Tensor,
-    k: int,
-    tile: Tile,
-    **form: int | bool,
-) -> None:
-    groups = triton.cdiv(scores.shape[1], form["GROUP"])
-    rows, columns = tile.piece
-    _select[(len(scores), max(1, groups))](
-        scores, positions, counts, out_keys, out_positions, k,
-        scores.stride(0), out_positions.stride(0),
-        ROWS=rows, COLUMNS=columns, num_warps=tile.warps, **form,
+    _choose[(num_rows,)](
+        scores, counts, kept, kept_counts, out, k, scores.stride(0), out.stride(0),
+        ALL_SCORED=all_scored, SPANS=spans, ROWS=rows, WARPS=warps,
+        num_warps=warps, maxnreg=min(tile.registers, 2048 // warps),
     )  # fmt: skip
 
 
