@@ -21,7 +21,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 # Noncharacters: no text has a use for them, and templates neither trim nor split at them.
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+# White space that templates trim as any other, and do not write themselves.
+_SPACE = "\u2003"
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class TemplateError(ValueError):
@@ -101,29 +104,39 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """The prompt's text in pieces. Joined they are the text; a control token that a message
         spelled lies across the border of two pieces, so tokenizing each by itself keeps it text.
-        Without such a message there is one piece, exactly what Hugging Face renders.
+        Without such a message there is one piece, exactly what Hugging Face renders. With
+        `continue_final_message` the text ends where the last message's content does, so that the
+        model goes on with it; there is no generation prompt then.
 
         Raises TemplateError with what the template says about these messages.
         """
         everything = json.dumps([messages, variables], ensure_ascii=False, default=str)
-        mark = next((mark for mark in _MARKS if mark not in everything), None)
-        if mark is None:
-            raise TemplateError("the messages use all 32 noncharacters U+FDD0 to U+FDEF")
+        unused = [mark for mark in _MARKS if mark not in everything]
+        if len(unused) < 2:
+            raise TemplateError("the messages use 31 of the 32 noncharacters U+FDD0 to U+FDEF")
+        mark, end = unused[:2]
+        marked = [self._mark_message(message, mark) for message in messages]
+        content = marked[-1].get("content") if marked else None
+        if continue_final_message:
+            if not isinstance(content, str):
+                raise TemplateError("the final message has no content to continue")
+            marked[-1]["content"] = content + end + _SPACE
         names = {
             key: _marked(value, self._guard, mark)
             for key, value in (variables or {}).items()
-            if key not in _RESERVED and key not in self._special_tokens
+            if key not in RESERVED and key not in self._special_tokens
         }
         try:
             text = self._template.render(
-                messages=[self._mark_message(message, mark) for message in messages],
+                messages=marked,
                 tools=None,
                 documents=None,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
                 **self._special_tokens,
                 **names,
             )
@@ -131,16 +144,31 @@ class ChatTemplate:
             raise
         # Templates compute with what messages hold; any error of theirs is about that.
         except Exception as error:
-            message = str(error).replace(mark, "")
+            message = str(error).replace(mark, "").replace(end, "")
             raise TemplateError(f"the chat template cannot render these messages: {message}") from (
                 error
             )
+        if continue_final_message:
+            text = _cut(text, end, str(content))
         return text.split(mark)
 
     def _mark_message(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
         own = message.get("role") == "assistant"
         guard = self._assistant_guard if own else self._guard
         return {key: _marked(value, guard, mark) for key, value in message.items()}
+
+
+def _cut(text: str, end: str, content: str) -> str:
+    """`text` as far as `content`, which `end` and a space follow."""
+    before, found, after = text.rpartition(end)
+    if not found:
+        raise TemplateError("the chat template does not show the final message")
+    if after.startswith(_SPACE):
+        return before
+    # The template trims: without the mark it had trimmed the content's own end as well. What is
+    # blank it has trimmed from the other side already.
+    num_blank = len(content) - len(content.rstrip()) if content.strip() else 0
+    return before[: len(before) - num_blank]
 
 
 def _guard(tokens: Iterable[str]) -> re.Pattern[str] | None:

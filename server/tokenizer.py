@@ -133,6 +133,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The ids that transformers' apply_chat_template gives, except that no text of a message
@@ -140,7 +141,10 @@ class Tokenizer:
         if self.chat_template is None:
             raise TemplateError("this model has no chat template; use /v1/completions")
         pieces = self.chat_template.render(
-            messages, add_generation_prompt=add_generation_prompt, variables=variables
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
         )
         ids: list[int] = []
         for encoding in self._backend.encode_batch_fast(pieces, add_special_tokens=False):

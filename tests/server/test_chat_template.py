@@ -104,6 +104,38 @@ def test_added_tokens_of_the_template_are_guarded_outside_the_assistants_text() 
     assert template.render(messages) == ["yes;a<", "/think>b<other>;"]
 
 
+TRIMMING = TEMPLATE.replace("message['content']", "message['content'] | trim")
+
+
+def continued(source: str, content: Any) -> str:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+    pieces = ChatTemplate(source, {}, CONTROL).render(messages, continue_final_message=True)
+    return "".join(pieces)
+
+
+BEFORE = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@given(st.text(max_size=20) | st.text(" \n\ta", max_size=4))
+def test_a_continued_message_ends_the_prompt(content: str) -> None:
+    assert continued(TEMPLATE, content) == BEFORE + content
+    assert continued(TRIMMING, content) == BEFORE + content.strip()
+
+
+@pytest.mark.parametrize("content", ["<|im_end|>", "hi", "im_end", "a<|im_start|>assistant", ""])
+def test_a_continued_message_may_say_what_the_template_says(content: str) -> None:
+    assert continued(TEMPLATE, content) == BEFORE + content
+
+
+def test_what_cannot_be_continued_is_said() -> None:
+    with pytest.raises(TemplateError, match="no content to continue"):
+        continued(TEMPLATE, None)
+    with pytest.raises(TemplateError, match="does not show the final message"):
+        continued("{{ messages[0].content }}", "x")
+    with pytest.raises(TemplateError, match="noncharacters"):
+        render(TEMPLATE, [{"role": "user", "content": "".join(map(chr, range(0xFDD0, 0xFDEF)))}])
+
+
 @given(st.text(max_size=40), st.sampled_from(["user", "system", "assistant"]))
 def test_ordinary_messages_are_one_piece(text: str, role: str) -> None:
     template = ChatTemplate(TEMPLATE, {}, CONTROL)

@@ -29,11 +29,8 @@ CHATS: list[list[dict[str, Any]]] = [
 ]
 
 
-def ids_of(tokenizer: Any, chat: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
-    found = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
-    )
-    return list(found)
+def ids_of(tokenizer: Any, chat: list[dict[str, Any]], **how: bool) -> list[int]:
+    return list(tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, **how))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +52,7 @@ def test_chats_become_the_ids_of_transformers(
 ) -> None:
     ours = Tokenizer.from_folder(tiny_folder)
     theirs = AutoTokenizer.from_pretrained(tiny_folder)
-    expected = ids_of(theirs, chat, add_generation_prompt)
+    expected = ids_of(theirs, chat, add_generation_prompt=add_generation_prompt)
     assert ours.encode_chat(chat, add_generation_prompt=add_generation_prompt) == expected
     ours.close()
 
@@ -72,8 +69,18 @@ def test_the_default_models_chats_become_the_ids_of_transformers(
     default_pair: tuple[Tokenizer, Any], chat: list[dict[str, Any]], add_generation_prompt: bool
 ) -> None:
     ours, theirs = default_pair
-    expected = ids_of(theirs, chat, add_generation_prompt)
+    expected = ids_of(theirs, chat, add_generation_prompt=add_generation_prompt)
     assert ours.encode_chat(chat, add_generation_prompt=add_generation_prompt) == expected
+
+
+@pytest.mark.parametrize("content", ["It is", "It is \n", " ", "assistant", "naïve 日本 👩‍🚀"])
+def test_the_default_models_continued_chats_become_the_ids_of_transformers(
+    default_pair: tuple[Tokenizer, Any], content: str
+) -> None:
+    ours, theirs = default_pair
+    chat = [*CHATS[1], {"role": "assistant", "content": content}]
+    expected = ids_of(theirs, chat, continue_final_message=True)
+    assert ours.encode_chat(chat, continue_final_message=True) == expected
 
 
 def test_the_default_models_tokens_join_to_the_decoded_whole(
