@@ -97,14 +97,17 @@ def _add_routes(app: FastAPI, api: Api) -> None:
         return await tokenize.detokenize(api, request)
 
     @app.get("/live")
+    @app.head("/live", include_in_schema=False)
     async def live() -> Response:
         return health.live()
 
     @app.get("/ready")
+    @app.head("/ready", include_in_schema=False)
     async def ready() -> Response:
         return health.ready(client)
 
     @app.get("/health")
+    @app.head("/health", include_in_schema=False)
     async def health_of_all() -> Response:
         return health.health(client)
 

@@ -287,7 +287,10 @@ def test_text_goes_to_ids_and_back(http: httpx.Client, model: str) -> None:
 
 
 def test_probes(http: httpx.Client) -> None:
-    assert [http.get(path).status_code for path in ("/live", "/ready", "/health")] == [200] * 3
+    for path in ("/live", "/ready", "/health"):
+        assert http.get(path).status_code == 200
+        head = http.head(path)
+        assert (head.status_code, head.content) == (200, b"")
 
 
 def test_metrics_have_the_promised_names(http: httpx.Client) -> None:
