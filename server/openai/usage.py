@@ -37,4 +37,6 @@ class Usage:
                 "cached_tokens": self._num_cached_tokens,
                 "cached_tokens_by_tier": by_tier,
             },
+            # All output is text of the answer: no other kind is told apart.
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }

@@ -106,6 +106,7 @@ def test_usage_comes_on_request_and_equals_the_bodys(
     assert chunks[-1]["usage"] == whole["usage"]
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
     CompletionUsage.model_validate(chunks[-1]["usage"], strict=True)
+    assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
     assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
     unasked = events(http.post(f"/v1/{route}", json={**body, "stream": True}))
     assert all(chunk["choices"] and "usage" not in chunk for chunk in unasked)
