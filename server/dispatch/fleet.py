@@ -12,7 +12,7 @@ from typing import Literal
 
 from engine.messages import Heartbeat, Hello
 from engine.peers import MAX_SILENT_LOOKS
-from engine.types import Load, MetricFamily
+from engine.types import Load, MetricFamily, ModelId
 
 # Why a worker is no longer there: the first two without fault. `replaced`: another process answers
 # at its address, and it said no goodbye.
@@ -40,12 +40,13 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What every request is checked against, and how its pages are named."""
+    """What every request is checked against, how its pages are named, and what answers it."""
 
     vocab_size: int
     context_length: int  # prompt + output tokens, at most; never more than each pool holds
     page_size: int
     hash_salt: str
+    model_id: ModelId
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,7 @@ class Fleet:
             ),
             page_size=hellos[0].page_size,
             hash_salt=hellos[0].hash_salt,
+            model_id=hellos[0].model_id,
         )
 
 

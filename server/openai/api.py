@@ -12,7 +12,7 @@ from server.dispatch.client import EngineClient
 from server.dispatch.fleet import Capabilities
 from server.generation import EngineError
 from server.openai.errors import APIError, invalid, overloaded
-from server.openai.schema import Message
+from server.openai.schema import Message, Rendering
 from server.options.config import ServeConfig
 from server.tokenizer import Tokenizer
 
@@ -43,17 +43,16 @@ class Api:
     async def encode_chat(
         self,
         messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        variables: dict[str, Any] | None = None,
+        how: Rendering,
     ) -> list[int]:
         plain = [_plain(place, message) for place, message in enumerate(messages)]
         try:
             return await self.tokenizer.run(
                 self.tokenizer.encode_chat,
                 plain,
-                add_generation_prompt=add_generation_prompt,
-                variables=variables,
+                add_generation_prompt=how.add_generation_prompt is not False,
+                continue_final_message=bool(how.continue_final_message),
+                variables=how.chat_template_kwargs,
             )
         except TemplateError as error:
             raise invalid("messages", str(error)) from error
@@ -66,6 +65,12 @@ class Api:
         least = len(text) // longest  # characters; bytes are not fewer
         if least > context_length:
             raise context_exceeded(f"at least {least}", 0, context_length, param)
+
+
+def system_fingerprint(capabilities: Capabilities) -> str | None:
+    """Equal while the same seed says the same; None where nothing tells the weights."""
+    model = capabilities.model_id
+    return f"fp_{model.fingerprint}_{model.dtype}" if model.fingerprint else None
 
 
 def from_engine(error: EngineError) -> APIError:
@@ -90,8 +95,12 @@ def context_exceeded(
 
 def _plain(place: int, message: Message) -> dict[str, Any]:
     """A message as templates expect it: text content in one string, no absent keys."""
-    plain = message.model_dump(exclude_none=True, exclude={"content"})
+    plain = message.model_dump(exclude_none=True, exclude={"content", "refusal"})
+    # A refusal is what the assistant said: templates know it as content only.
+    own = message.role == "assistant"
     content = message.content
+    if own and message.refusal and not content:
+        content = message.refusal
     if content is None and not message.tool_calls:
         raise invalid(
             f"messages[{place}].content",
@@ -101,14 +110,16 @@ def _plain(place: int, message: Message) -> dict[str, Any]:
         texts = []
         for number, part in enumerate(content):
             where = f"messages[{place}].content[{number}]"
-            if part.type != "text":
+            kind = part.type
+            if kind != "text" and not (own and kind == "refusal"):
                 raise invalid(
                     f"{where}.type",
-                    f"{where}.type is {part.type[:80]!r}: this model reads text only; accepted "
-                    "is 'text'",
+                    f"{where}.type is {kind[:80]!r}: this model reads text only; accepted is "
+                    "'text', and 'refusal' of the assistant",
                 )
-            if part.text is None:
-                raise invalid(f"{where}.text", f"{where}.text is required")
-            texts.append(part.text)
+            text = part.text if kind == "text" else part.refusal
+            if text is None:
+                raise invalid(f"{where}.{kind}", f"{where}.{kind} is required")
+            texts.append(text)
         content = "\n".join(texts)
     return {**plain, "content": content}

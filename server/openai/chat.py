@@ -14,9 +14,10 @@ from starlette.responses import Response
 from engine.types import Request
 from server.answer import Delta
 from server.detokenizer import TokenBytes
+from server.dispatch.fleet import Capabilities
 from server.generation import Submission
 from server.openai import sampling
-from server.openai.api import Api
+from server.openai.api import Api, system_fingerprint
 from server.openai.errors import invalid, unsupported
 from server.openai.logprobs import chat_entries
 from server.openai.respond import respond
@@ -36,7 +37,7 @@ async def create(api: Api, http: HttpRequest) -> Response:
         if isinstance(message.content, str):
             param = f"messages[{place}].content"
             api.check_length(message.content, capabilities.context_length, param)
-    token_ids = await api.encode_chat(body.messages, variables=body.chat_template_kwargs)
+    token_ids = await api.encode_chat(body.messages, body)
     seed = sampling.draw_seed(body)
     rid = f"chatcmpl-{uuid.uuid4().hex}"
     submissions = []
@@ -61,9 +62,10 @@ async def create(api: Api, http: HttpRequest) -> Response:
             pin_s=body.pin_prefix_s or 0,
         )
         skip = body.skip_special_tokens is not False
-        submissions.append(Submission(request, choice, tuple(body.stops), skip))
+        continues = bool(body.continue_final_message)
+        submissions.append(Submission(request, choice, tuple(body.stops), skip, continues))
     usage = Usage(len(token_ids), len(submissions))
-    chat = _Chat(rid, body, usage, api.tokenizer.token_bytes)
+    chat = _Chat(rid, body, usage, api.tokenizer.token_bytes, capabilities)
     return await respond(api, http, submissions, ROUTE, chat, usage, bool(body.stream))
 
 
@@ -82,24 +84,29 @@ def _check(body: ChatCompletionRequest, api: Api) -> None:
         if not body.logprobs:
             raise invalid("top_logprobs", "top_logprobs is only accepted with logprobs: true")
         sampling.check_logprobs("top_logprobs", body.top_logprobs, api.config)
-    if body.chat_template is not None:
-        raise invalid("chat_template", "templates are not taken from requests")
-    if body.audio is not None:
-        raise unsupported("audio")
-    if body.modalities not in (None, [], ["text"]):
-        raise unsupported("modalities", "; accepted is ['text']")
     for place, message in enumerate(body.messages):
-        if message.tool_calls:
-            raise unsupported(f"messages[{place}].tool_calls")
+        for name in ("tool_calls", "function_call"):
+            if getattr(message, name):
+                raise unsupported(f"messages[{place}].{name}")
 
 
 class _Chat:
     """Both forms of the answer: Chunks for a stream, `body` for one piece."""
 
     def __init__(
-        self, rid: str, body: ChatCompletionRequest, usage: Usage, table: TokenBytes
+        self,
+        rid: str,
+        body: ChatCompletionRequest,
+        usage: Usage,
+        table: TokenBytes,
+        capabilities: Capabilities,
     ) -> None:
-        self._head = {"id": rid, "created": int(time.time()), "model": body.model}
+        self._head = {
+            "id": rid,
+            "created": int(time.time()),
+            "model": body.model,
+            "system_fingerprint": system_fingerprint(capabilities),
+        }
         self._n = body.n or 1
         self._with_logprobs = bool(body.logprobs)
         self._with_usage = body.wants_usage_chunk
@@ -165,12 +172,7 @@ class _Chat:
         }
 
     def _chunk(self, choices: list[Any]) -> dict[str, Any]:
-        chunk = {
-            **self._head,
-            "object": "chat.completion.chunk",
-            "system_fingerprint": None,
-            "choices": choices,
-        }
+        chunk = {**self._head, "object": "chat.completion.chunk", "choices": choices}
         return {**chunk, "usage": None} if self._with_usage else chunk
 
     def _event(self, choice: int, delta: dict[str, Any], reason: str | None = None) -> bytes:

@@ -20,8 +20,8 @@ from server.answer import Delta
 from server.dispatch.fleet import Capabilities
 from server.generation import Submission
 from server.openai import sampling
-from server.openai.api import Api
-from server.openai.errors import APIError, invalid
+from server.openai.api import Api, system_fingerprint
+from server.openai.errors import invalid, unsupported
 from server.openai.logprobs import CompletionLogprobs
 from server.openai.respond import respond
 from server.openai.schema import CompletionRequest, read_body
@@ -63,7 +63,7 @@ async def create(api: Api, http: HttpRequest) -> Response:
             skip = body.skip_special_tokens is not False
             submissions.append(Submission(request, choice, tuple(body.stops), skip, continues=True))
     usage = Usage(sum(len(prompt.token_ids) for prompt in prompts), n)
-    completion = _Completion(rid, body, prompts, usage, api.tokenizer)
+    completion = _Completion(rid, body, prompts, usage, api.tokenizer, capabilities)
     return await respond(api, http, submissions, ROUTE, completion, usage, bool(body.stream))
 
 
@@ -113,13 +113,7 @@ def _check(body: CompletionRequest, api: Api, num_prompts: int) -> None:
     if body.logprobs is not None:
         sampling.check_logprobs("logprobs", body.logprobs, api.config)
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise APIError(
-            f"best_of is {body.best_of}: only the value of n is supported",
-            param="best_of",
-            code="unsupported_parameter",
-        )
-    if body.suffix:
-        raise APIError("suffix is not supported", param="suffix", code="unsupported_parameter")
+        raise unsupported("best_of", f" where it is {body.best_of}; accepted is the value of n")
 
 
 async def _read_prompt(
@@ -149,8 +143,15 @@ class _Completion:
         prompts: Sequence[_Prompt],
         usage: Usage,
         tokenizer: Tokenizer,
+        capabilities: Capabilities,
     ) -> None:
-        self._head = {"id": rid, "created": int(time.time()), "model": body.model}
+        self._head = {
+            "id": rid,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model,
+            "system_fingerprint": system_fingerprint(capabilities),
+        }
         self._n = body.n or 1
         self._prompts = prompts
         self._echo = bool(body.echo)
@@ -234,12 +235,7 @@ class _Completion:
         return self._logprobs[choice].lists([item.token_id for item in logprobs], logprobs)
 
     def _chunk(self, choices: list[Any]) -> dict[str, Any]:
-        chunk = {
-            **self._head,
-            "object": "text_completion",
-            "system_fingerprint": None,
-            "choices": choices,
-        }
+        chunk = {**self._head, "choices": choices}
         return {**chunk, "usage": None} if self._with_usage else chunk
 
     def _event(

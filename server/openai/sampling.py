@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from engine.types import SamplingParams
 from server.dispatch.fleet import Capabilities
 from server.openai.api import context_exceeded
-from server.openai.errors import invalid, unsupported
+from server.openai.errors import invalid
 from server.openai.schema import GenerationBody
 from server.options.config import ServeConfig
 
@@ -26,7 +26,7 @@ def check(body: GenerationBody, config: ServeConfig, num_prompts: int = 1) -> No
 
     Raises APIError 400 with `param`.
     """
-    check_constraints(body)
+    body.check_rest()
     n = body.n or 1
     if n > config.max_n:
         raise invalid("n", f"n is {n}: at most {config.max_n} choices are accepted")
@@ -62,20 +62,6 @@ def check(body: GenerationBody, config: ServeConfig, num_prompts: int = 1) -> No
         )
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only accepted with stream: true")
-
-
-def check_constraints(body: GenerationBody) -> None:
-    """Raises APIError 400 for tools and formats that this server does not hold an answer to. Fails
-    closed: an answer that ignores a constraint is worse than none."""
-    if body.tools and body.tool_choice != "none":
-        raise unsupported("tools")
-    if body.functions:
-        raise unsupported("functions")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", "; accepted are 'none' and 'auto'")
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        kind = body.response_format.get("type")
-        raise unsupported("response_format", f" of type {kind!r}; accepted is 'text'")
 
 
 def check_logprobs(param: str, value: int, config: ServeConfig) -> None:

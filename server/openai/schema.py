@@ -1,7 +1,8 @@
-"""Request bodies as clients send them: names, types and fixed bounds of every known field.
+"""Request bodies as clients send them: names, types and fixed bounds of every field that is read.
 
-Unknown fields are ignored, null is the same as absent, known fields with a wrong value are refused.
-Knows no model: what depends on vocabulary, context or configuration is checked in sampling.py.
+Null is the same as absent, a wrong value is refused. Of the fields that are not read refusals.py
+refuses some, the others are ignored. Knows no model: what depends on vocabulary, context or
+configuration is checked in sampling.py.
 """
 
 from __future__ import annotations
@@ -10,9 +11,19 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from starlette.requests import ClientDisconnect
 
+from server.chat_template import RESERVED
+from server.openai import refusals
 from server.openai.errors import APIError, from_validation
 
 M = TypeVar("M", bound=BaseModel)
@@ -29,11 +40,21 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, protected_namespaces=())
 
 
+class OpenBody(Body):
+    """Keeps what it does not name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def check_rest(self) -> None:
+        """Raises APIError 400 where something is asked for that nobody does."""
+        refusals.check(self.model_extra or {})
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(OpenBody):
     """What both generating routes accept."""
 
     model: str
@@ -60,11 +81,6 @@ class GenerationBody(Body):
     priority: Annotated[int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] | None = None
     # Ours: keep the prompt's prefix cached for so many seconds.
     pin_prefix_s: Annotated[int, Field(ge=0, le=PRIORITY_MAX)] | None = None
-    # Known, and refused unless they ask for what happens anyway.
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -80,33 +96,47 @@ class GenerationBody(Body):
 class ContentPart(Body):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
+    refusal: str | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    function_call: dict[str, Any] | None = None
 
 
-class ChatCompletionRequest(GenerationBody):
+class Rendering(OpenBody):
+    """How messages become a prompt."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, bool | int | Finite | str | None] | None = None
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _is_the_end(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("add_generation_prompt"):
+            raise ValueError("accepted is one of this and add_generation_prompt")
+        return value
+
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _has_no_field_of_the_body(cls, value: object) -> object:
+        others = RESERVED | {"chat_template", "continue_final_message"}
+        for name in others.intersection(value) if isinstance(value, dict) else ():
+            raise ValueError(f"{name} is no variable of the template's own")
+        return value
+
+
+class ChatCompletionRequest(GenerationBody, Rendering):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    chat_template_kwargs: dict[str, bool | int | Finite | str | None] | None = None
-    # Known, and refused unless they ask for what happens anyway.
-    chat_template: Any = None
-    modalities: list[str] | None = None
-    audio: Any = None
-
-    @field_validator("chat_template_kwargs", mode="before")
-    @classmethod
-    def _no_template_inside(cls, value: object) -> object:
-        if isinstance(value, dict) and "chat_template" in value:
-            raise ValueError("templates are not taken from requests")
-        return value
 
 
 class CompletionRequest(GenerationBody):
@@ -114,9 +144,7 @@ class CompletionRequest(GenerationBody):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     add_special_tokens: bool | None = None
-    # Known, and refused unless they ask for what happens anyway.
-    best_of: int | None = None
-    suffix: str | None = None
+    best_of: int | None = None  # refused unless it asks for what happens anyway
 
     @field_validator("prompt", mode="after")
     @classmethod
@@ -139,7 +167,7 @@ def _is_token_ids(value: object) -> bool:
     )
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Rendering):
     model_config = ConfigDict(
         json_schema_extra={
             "oneOf": [
@@ -152,7 +180,6 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
 
 
 class DetokenizeRequest(Body):

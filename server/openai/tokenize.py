@@ -19,10 +19,9 @@ async def tokenize(api: Api, http: Request) -> Response:
         api.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "exactly one of prompt and messages is needed")
+    body.check_rest()
     if body.messages is not None:
-        token_ids = await api.encode_chat(
-            body.messages, add_generation_prompt=body.add_generation_prompt is not False
-        )
+        token_ids = await api.encode_chat(body.messages, body)
     else:
         assert body.prompt is not None
         token_ids = await api.tokenizer.run(

@@ -10,7 +10,7 @@ import pytest
 
 from engine.types import ModelId
 from server.verbs import main
-from tests.server.scripted import Server, reply, serving
+from tests.server.scripted import MODEL_NAME, Server, reply, serving
 from tests.server.stream import SPOKEN, TEXT, Stream, stalling
 from tests.server.test_metrics import scrape
 from tests.server.worker import MODEL_ID, ScriptedWorker
@@ -104,3 +104,17 @@ def test_a_worker_that_comes_back_with_another_model_is_refused() -> None:
         assert (served(server), refused(server)) == ([workers[0].address], [address])
         workers[0].leave()
         server.until(lambda: served(server) == [address])
+
+
+def test_the_fingerprint_of_answers_is_that_of_weights_and_dtype() -> None:
+    found = []
+    unknown = msgspec.structs.replace(MODEL_ID, fingerprint="")
+    for model_id in (MODEL_ID, MODEL_ID, OTHER, HALF, unknown):
+        with serving() as server:
+            server.add_worker(reply(SPOKEN), model_id=model_id)
+            body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 1}
+            answer = server.http.post("/v1/completions", json=body).json()
+            found.append(answer["system_fingerprint"])
+    assert found[0] == found[1]
+    assert len(set(found)) == 4
+    assert found[-1] is None

@@ -293,34 +293,3 @@ def test_the_openapi_document_describes_what_is_answered(server: Server) -> None
     media_type = streamed.headers["content-type"].split(";")[0]
     assert media_type in paths[CHAT]["post"]["responses"]["200"]["content"]
     assert "503" in paths["/ready"]["get"]["responses"]
-
-
-@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
-@pytest.mark.parametrize(
-    ("field", "value", "param"),
-    [
-        ("response_format", {"type": "json_schema", "json_schema": {}}, "response_format"),
-        ("response_format", {}, "response_format"),
-        ("tools", [{"type": "function"}], "tools"),
-        ("tool_choice", "required", "tool_choice"),
-        ("functions", [{"name": "f"}], "functions"),
-    ],
-)
-def test_what_would_constrain_the_answer_is_refused_on_both_routes(
-    http, model, route, field, value, param
-):
-    body = {"model": model, "max_tokens": 2, field: value}
-    body |= {"messages": [{"role": "user", "content": "x"}]} if "chat" in route else {"prompt": "x"}
-    answer = http.post(route, json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
-
-
-def test_tool_calls_of_earlier_turns_are_refused(http, model):
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
-    messages += [{"role": "user", "content": "x"}]
-    body = {"model": model, "max_tokens": 2, "messages": messages}
-    refused = http.post("/v1/chat/completions", json=body)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "messages[0].tool_calls"

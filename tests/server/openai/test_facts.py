@@ -12,6 +12,7 @@ import pytest
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from server.openai.refusals import NEUTRAL
 from server.openai.schema import ChatCompletionRequest, CompletionRequest
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
@@ -245,9 +246,10 @@ def test_the_same_seed_says_the_same(http: httpx.Client, model: str) -> None:
 
 def test_null_is_as_omitted(http: httpx.Client, model: str) -> None:
     optional = ChatCompletionRequest.model_fields.keys() - {"model", "messages"}
+    optional |= NEUTRAL.keys()
     body = {**dict.fromkeys(optional), "model": model, "messages": QUESTION, "max_tokens": 2}
     assert http.post("/v1/chat/completions", json=body).status_code == 200
-    optional = CompletionRequest.model_fields.keys() - {"model", "prompt"}
+    optional = CompletionRequest.model_fields.keys() - {"model", "prompt"} | NEUTRAL.keys()
     body = {**dict.fromkeys(optional), "model": model, "prompt": "Hello"}
     assert http.post("/v1/completions", json=body).status_code == 200
 
@@ -258,17 +260,18 @@ def test_unknown_fields_are_ignored(http: httpx.Client, model: str) -> None:
     assert http.post("/v1/chat/completions", json=body).status_code == 200
 
 
-def test_content_parts_of_text_are_read(http: httpx.Client, model: str) -> None:
-    parts = [
-        {"type": "text", "text": "What is the capital"},
-        {"type": "text", "text": "of France?"},
-    ]
-    together = [{"role": "user", "content": "What is the capital\nof France?"}]
-    counts = [
-        http.post("/tokenize", json={"messages": messages}).json()["tokens"]
-        for messages in ([{"role": "user", "content": parts}], together)
-    ]
-    assert counts[0] == counts[1]
+def test_the_fingerprint_is_the_same_everywhere(http: httpx.Client, model: str) -> None:
+    found = set()
+    for route, prompt in (
+        ("chat/completions", {"messages": QUESTION}),
+        ("completions", {"prompt": "Hello"}),
+    ):
+        body = {"model": model, "max_tokens": 2, **prompt}
+        found.add(http.post(f"/v1/{route}", json=body).json()["system_fingerprint"])
+        chunks = events(http.post(f"/v1/{route}", json={**body, "stream": True}))
+        found |= {chunk["system_fingerprint"] for chunk in chunks}
+    (fingerprint,) = found
+    assert fingerprint.startswith("fp_")
 
 
 def test_models_are_listed_and_found(sdk: openai.OpenAI, model: str) -> None:
