@@ -1,0 +1,58 @@
+"""Weights in fp8 (e4m3) with a float32 scale for each block of 128 x 128, as DeepSeek-V3 publishes
+them: the value that stands for such a matrix, or for one of each expert. Knows no checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+BLOCK: Final = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockFp8:
+    """What a Tensor [.., N, K] of weights may be instead: has of its attributes those that callers
+    of `linear` and `moe` look at."""
+
+    codes: Tensor  # [.., N, K] e4m3
+    scales: Tensor  # [.., ceil(N / BLOCK), ceil(K / BLOCK)] float32
+
+    @classmethod
+    def empty(cls, *shape: int, device: torch.device) -> BlockFp8:
+        *outer, rows, columns = shape
+        grid = (*outer, -(-rows // BLOCK), -(-columns // BLOCK))
+        return cls(
+            torch.empty(shape, dtype=torch.float8_e4m3fn, device=device),
+            torch.empty(grid, dtype=torch.float32, device=device),
+        )
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.codes.dtype
+
+    def __getitem__(self, key: int | slice) -> BlockFp8:
+        """An expert's matrix of [E, N, K]; rows of [N, K], the first at the beginning of a block."""
+        if isinstance(key, int):
+            return BlockFp8(self.codes[key], self.scales[key])
+        begin, end, _ = key.indices(len(self.codes))
+        if begin % BLOCK:
+            raise ValueError(f"row {begin} is not the first one of a block of {BLOCK}")
+        return BlockFp8(self.codes[begin:end], self.scales[begin // BLOCK : -(-end // BLOCK)])
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """[.., N, K], each weight the product of its code and its block's scale, rounded once."""
+        rows, columns = self.shape[-2:]
+        scales = self.scales.repeat_interleave(BLOCK, -2)[..., :rows, :]
+        scales = scales.repeat_interleave(BLOCK, -1)[..., :columns]
+        wide = torch.promote_types(dtype, torch.float32)
+        return (self.codes.to(wide) * scales.to(wide)).to(dtype)
+
+
+Weight: TypeAlias = Tensor | BlockFp8
