@@ -38,7 +38,7 @@ class BlockFp8:
         return self.codes.dtype
 
     def __getitem__(self, key: int | slice) -> BlockFp8:
-        """An expert's matrix of [E, N, K]; rows of [N, K], the first at the beginning of a block."""
+        """An expert's matrix of [E, N, K]; rows of [N, K], from the beginning of a block on."""
         if isinstance(key, int):
             return BlockFp8(self.codes[key], self.scales[key])
         begin, end, _ = key.indices(len(self.codes))

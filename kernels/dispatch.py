@@ -13,12 +13,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from kernels.block_fp8 import Weight
+
 STORED = (torch.bfloat16, torch.float16, torch.float32)
 
 _log = logging.getLogger(__name__)
 
 
-def cpu_kernels(x: Tensor, *weights: Tensor) -> ModuleType | None:
+def cpu_kernels(x: Tensor, *weights: Weight) -> ModuleType | None:
     """kernels.cpu.calls if it can and should take this call, else None."""
     w = weights[0]
     if x.device.type != "cpu" or w.dtype not in STORED or any(t.dtype != w.dtype for t in weights):
@@ -39,6 +41,14 @@ def gpu_kernels(*tensors: Tensor) -> bool:
         t.device == device and (t.dtype in STORED or not t.is_floating_point()) for t in tensors
     )
     return all(fits)
+
+
+def keeps_block_fp8(device: torch.device) -> bool:
+    """Whether kernels.gpu multiplies with weights in block fp8 there: Hopper's tensor cores, or
+    later ones, and copies of tiles by a descriptor are needed."""
+    if device.type != "cuda" or not _triton_compiles(device.index or 0):
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache

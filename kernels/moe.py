@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.dispatch import cpu_kernels, fall_back, gpu_kernels
+from kernels.block_fp8 import BlockFp8, Weight
+from kernels.dispatch import cpu_kernels, fall_back, gpu_kernels, keeps_block_fp8
 from kernels.linear import swiglu_mlp
 
 
-def moe(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+def moe(x: Tensor, w13: Weight, w2: Weight, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
     """x [T, H], w13 [E, 2I, H] (gate first), w2 [E, H, I], topk_ids [T, k] int64 in [0, E),
     topk_weights [T, k] -> [T, H] in x.dtype: sum of weight * (silu(gate) * up) · w2ᵀ.
 
@@ -31,7 +32,7 @@ def moe(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tens
     return moe_reference(x, w13, w2, topk_ids, topk_weights)
 
 
-def _check(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+def _check(x: Tensor, w13: Weight, w2: Weight, topk_ids: Tensor, topk_weights: Tensor) -> None:
     num_experts, hidden, inner = w2.shape
     if w13.shape != (num_experts, 2 * inner, hidden) or x.shape[1:] != (hidden,):
         raise ValueError(
@@ -48,11 +49,11 @@ def _check(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: T
 def add_moe_(
     h: Tensor,
     x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    w13: Weight,
+    w2: Weight,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    shared: tuple[Tensor, Tensor] | None,
+    shared: tuple[Weight, Weight] | None,
 ) -> Tensor:
     """h [T, H] += moe(x, ...) and, where there are shared experts (their gate and up [2S, H], down
     [H, S]), their gated MLP of x, unweighted; in place, h is returned. Shapes as for `moe`, which
@@ -72,17 +73,23 @@ def add_moe_(
     return h if shared is None else h.add_(swiglu_mlp(x, *shared))
 
 
-def _on_gpu(x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> bool:
-    if not gpu_kernels(x, w13, w2, topk_ids, topk_weights):
+def _on_gpu(x: Tensor, w13: Weight, w2: Weight, topk_ids: Tensor, topk_weights: Tensor) -> bool:
+    if not gpu_kernels(x, topk_ids, topk_weights):
         return False
-    if not x.dtype == w13.dtype == w2.dtype:
+    if not all(_fits(x, w) for w in (w13, w2)):
         fall_back("moe", f"x is {x.dtype}, the experts are {w13.dtype} and {w2.dtype}")
         return False
-    return x.stride(1) == 1 and w13.is_contiguous() and w2.is_contiguous()
+    return x.stride(1) == 1
+
+
+def _fits(x: Tensor, w: Weight) -> bool:
+    if isinstance(w, BlockFp8):
+        return keeps_block_fp8(x.device) and w.codes.is_contiguous() and w.shape[2] % 16 == 0
+    return gpu_kernels(x, w) and x.dtype == w.dtype and w.is_contiguous()
 
 
 def moe_reference(
-    x: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    x: Tensor, w13: Weight, w2: Weight, topk_ids: Tensor, topk_weights: Tensor
 ) -> Tensor:
     """`moe` in plain torch, for any device."""
     experts = sorted(set(topk_ids.flatten().tolist()))

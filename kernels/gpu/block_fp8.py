@@ -173,9 +173,7 @@ def tile_of(num_rows: int, num_columns: int, num_blocks: int, device: torch.devi
     return Tile(rows, columns, warps, stages, splits)
 
 
-def _linear_for_many(
-    x: torch.Tensor, w: BlockFp8, out: torch.Tensor, adds: bool
-) -> torch.Tensor:
+def _linear_for_many(x: torch.Tensor, w: BlockFp8, out: torch.Tensor, adds: bool) -> torch.Tensor:
     num_columns, depth = w.shape
     step = max(BLOCK, _SLICE_ELEMENTS // depth // BLOCK * BLOCK)
     wide = torch.empty((min(step, num_columns), depth), dtype=x.dtype, device=x.device)

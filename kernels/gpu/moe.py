@@ -6,11 +6,16 @@ expert's rows and finds out which from the groups' sizes, so that the host waits
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.block_fp8 import BLOCK, BlockFp8, Weight
+from kernels.gpu.block_fp8 import widen
+from kernels.gpu.moe_tiles import Tile, most_row_tiles, tiles_for
+
+_BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -75,9 +80,22 @@ def _product(a, b, total, WEIGHTS_FIRST: tl.constexpr):
 
 
 @triton.jit
+def _scaled_product(a, codes, scale, total, WEIGHTS_FIRST: tl.constexpr, DEQUANTISES: tl.constexpr):
+    """total + a · (scale · codes)ᵀ for codes in e4m3 of one block. Exact products, scaled by the
+    block, have to be awaited; where the tensor cores are what is waited for, weights are rounded
+    with their scales instead."""
+    if DEQUANTISES:
+        return _product(a, (codes.to(tl.float32) * scale).to(a.dtype), total, WEIGHTS_FIRST)
+    else:
+        own = _product(a, widen(codes, a.dtype), tl.zeros_like(total), WEIGHTS_FIRST)
+        return total + scale * own
+
+
+@triton.jit
 def _gate_up(
     x,  # [T, hidden]
-    w13,  # [num_experts, 2 · inner, hidden]
+    w13,  # [num_experts, 2 · inner, hidden]; where FP8 a descriptor of it, experts' rows in one
+    scales,  # [num_experts, 2 · inner / _BLOCK, ceil(hidden / _BLOCK)]; read where FP8
     order,
     starts,
     out,  # [num_pairs, inner], by expert
@@ -93,6 +111,8 @@ def _gate_up(
     EXPERTS: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     EVEN: tl.constexpr,  # COLUMNS divides inner and DEPTH divides hidden
+    FP8: tl.constexpr,  # COLUMNS and DEPTH divide _BLOCK, which divides inner
+    DEQUANTISES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     expert, begin, end, row_tile, column_tile = _tile_of(
@@ -105,8 +125,13 @@ def _gate_up(
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
     a_at = x + token[:, None] * x_stride + k[None, :]
-    gate_at = w13 + (expert.to(tl.int64) * 2 * inner + column)[:, None] * hidden + k[None, :]
-    up_at = gate_at + inner.to(tl.int64) * hidden
+    first = expert * 2 * inner + column_tile * COLUMNS  # row of all experts'
+    if FP8:
+        gate_scale = scales + first // _BLOCK * tl.cdiv(hidden, _BLOCK)
+        up_scale = gate_scale + inner // _BLOCK * tl.cdiv(hidden, _BLOCK)
+    else:
+        gate_at = w13 + (expert.to(tl.int64) * 2 * inner + column)[:, None] * hidden + k[None, :]
+        up_at = gate_at + inner.to(tl.int64) * hidden
     if WEIGHTS_FIRST:
         gate = tl.zeros([COLUMNS, ROWS], tl.float32)
         up = tl.zeros([COLUMNS, ROWS], tl.float32)
@@ -114,17 +139,25 @@ def _gate_up(
         gate = tl.zeros([ROWS, COLUMNS], tl.float32)
         up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for at in tl.range(0, hidden, DEPTH, num_stages=STAGES):
+        deep = (at + k < hidden)[None, :]
         if EVEN:
             a = tl.load(a_at + at)
-            g = tl.load(gate_at + at)
-            u = tl.load(up_at + at)
         else:
-            deep = (at + k < hidden)[None, :]
             a = tl.load(a_at + at, mask=deep, other=0.0)
-            g = tl.load(gate_at + at, mask=deep & (column < inner)[:, None], other=0.0)
-            u = tl.load(up_at + at, mask=deep & (column < inner)[:, None], other=0.0)
-        gate = _product(a, g, gate, WEIGHTS_FIRST)
-        up = _product(a, u, up, WEIGHTS_FIRST)
+        if FP8:
+            g, u = w13.load([first, at]), w13.load([first + inner, at])
+            g_scale, u_scale = tl.load(gate_scale + at // _BLOCK), tl.load(up_scale + at // _BLOCK)
+            gate = _scaled_product(a, g, g_scale, gate, WEIGHTS_FIRST, DEQUANTISES)
+            up = _scaled_product(a, u, u_scale, up, WEIGHTS_FIRST, DEQUANTISES)
+        else:
+            if EVEN:
+                g = tl.load(gate_at + at)
+                u = tl.load(up_at + at)
+            else:
+                g = tl.load(gate_at + at, mask=deep & (column < inner)[:, None], other=0.0)
+                u = tl.load(up_at + at, mask=deep & (column < inner)[:, None], other=0.0)
+            gate = _product(a, g, gate, WEIGHTS_FIRST)
+            up = _product(a, u, up, WEIGHTS_FIRST)
     mixed = (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty)
     if WEIGHTS_FIRST:
         mixed = tl.trans(mixed)
@@ -135,7 +168,8 @@ def _gate_up(
 @triton.jit
 def _down(
     mixed,  # [num_pairs, inner], by expert
-    w2,  # [num_experts, hidden, inner]
+    w2,  # [num_experts, hidden, inner]; where FP8 a descriptor of it, experts' rows in one
+    scales,  # [num_experts, hidden / _BLOCK, ceil(inner / _BLOCK)]; read where FP8
     order,
     starts,
     out,  # [num_pairs, hidden], as the pairs were given
@@ -149,6 +183,8 @@ def _down(
     EXPERTS: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     EVEN: tl.constexpr,  # COLUMNS divides hidden and DEPTH divides inner
+    FP8: tl.constexpr,  # COLUMNS and DEPTH divide _BLOCK, which divides hidden
+    DEQUANTISES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     expert, begin, end, row_tile, column_tile = _tile_of(
@@ -162,20 +198,30 @@ def _down(
     # Rows past the group's end are another expert's, or the first one's: read, never stored.
     inside = tl.where(row < end, row, begin)
     a_at = mixed + inside[:, None].to(tl.int64) * inner + k[None, :]
-    w_at = w2 + (expert.to(tl.int64) * hidden + column)[:, None] * inner + k[None, :]
+    first = expert * hidden + column_tile * COLUMNS  # row of all experts'
+    if FP8:
+        scale_at = scales + first // _BLOCK * tl.cdiv(inner, _BLOCK)
+    else:
+        w_at = w2 + (expert.to(tl.int64) * hidden + column)[:, None] * inner + k[None, :]
     if WEIGHTS_FIRST:
         total = tl.zeros([COLUMNS, ROWS], tl.float32)
     else:
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for at in tl.range(0, inner, DEPTH, num_stages=STAGES):
+        deep = (at + k < inner)[None, :]
         if EVEN:
             a = tl.load(a_at + at)
-            w = tl.load(w_at + at)
         else:
-            deep = (at + k < inner)[None, :]
             a = tl.load(a_at + at, mask=deep, other=0.0)
-            w = tl.load(w_at + at, mask=deep & (column < hidden)[:, None], other=0.0)
-        total = _product(a, w, total, WEIGHTS_FIRST)
+        if FP8:
+            w, scale = w2.load([first, at]), tl.load(scale_at + at // _BLOCK)
+            total = _scaled_product(a, w, scale, total, WEIGHTS_FIRST, DEQUANTISES)
+        else:
+            if EVEN:
+                w = tl.load(w_at + at)
+            else:
+                w = tl.load(w_at + at, mask=deep & (column < hidden)[:, None], other=0.0)
+            total = _product(a, w, total, WEIGHTS_FIRST)
     result = total.to(out.dtype.element_ty)
     if WEIGHTS_FIRST:
         result = tl.trans(result)
@@ -212,23 +258,11 @@ def _combine(
     tl.store(out + at, total, mask=inside)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How one of the products is cut."""
-
-    rows: int  # pairs
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    weights_first: bool  # the weights are the tensor cores' wide side, for few pairs an expert
-
-
 def add_moe_(
     out: torch.Tensor,  # [T, H] contiguous
     x: torch.Tensor,  # [T, H]
-    w13: torch.Tensor,  # [E, 2I, H]
-    w2: torch.Tensor,  # [E, H, I]
+    w13: Weight,  # [E, 2I, H]
+    w2: Weight,  # [E, H, I]
     topk_ids: torch.Tensor,  # [T, k]
     topk_weights: torch.Tensor,  # [T, k]
     shared: torch.Tensor | None,  # [T, H]: added, too
@@ -243,22 +277,29 @@ def add_moe_(
     if num_tokens == 0:
         return out
     num_pairs = num_tokens * top_k
-    gate_up, down = tiles or _tiles(num_pairs, num_experts, x.dtype)
+    if tiles is None:
+        gate_up, _ = tiles_for(num_pairs, num_experts, x.dtype, w13.dtype)
+        _, down = tiles_for(num_pairs, num_experts, x.dtype, w2.dtype)
+    else:
+        gate_up, down = tiles
     order, starts = group(topk_ids, num_experts)
     experts = triton.next_power_of_2(num_experts)
     mixed = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     columns = triton.cdiv(inner, gate_up.columns)
-    _gate_up[(_row_tiles(num_pairs, num_experts, gate_up) * columns,)](
-        x, w13, order, starts, mixed, num_experts, hidden, inner, top_k, x.stride(0), columns,
+    _gate_up[(most_row_tiles(num_pairs, num_experts, gate_up) * columns,)](
+        x, *_operands(w13, gate_up), order, starts, mixed, num_experts, hidden, inner, top_k,
+        x.stride(0), columns,
         EXPERTS=experts, EVEN=inner % gate_up.columns == 0 and hidden % gate_up.depth == 0,
-        **_shape(gate_up),
+        FP8=isinstance(w13, BlockFp8),
+        **gate_up.constants,
     )  # fmt: skip
     parts = torch.empty((num_pairs, hidden), dtype=x.dtype, device=x.device)
     columns = triton.cdiv(hidden, down.columns)
-    _down[(_row_tiles(num_pairs, num_experts, down) * columns,)](
-        mixed, w2, order, starts, parts, num_experts, hidden, inner, columns,
+    _down[(most_row_tiles(num_pairs, num_experts, down) * columns,)](
+        mixed, *_operands(w2, down), order, starts, parts, num_experts, hidden, inner, columns,
         EXPERTS=experts, EVEN=hidden % down.columns == 0 and inner % down.depth == 0,
-        **_shape(down),
+        FP8=isinstance(w2, BlockFp8),
+        **down.constants,
     )  # fmt: skip
     block = min(2048, triton.next_power_of_2(hidden))
     _combine[(num_tokens, triton.cdiv(hidden, block))](
@@ -282,29 +323,9 @@ def group(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch
     return order, starts
 
 
-def _row_tiles(num_pairs: int, num_experts: int, tile: Tile) -> int:
-    """The most there can be: every expert's last tile may be all but empty."""
-    return min(num_pairs, num_pairs // tile.rows + min(num_experts, num_pairs))
-
-
-def _shape(tile: Tile) -> dict[str, int | bool]:
-    return {
-        "ROWS": tile.rows,
-        "COLUMNS": tile.columns,
-        "DEPTH": tile.depth,
-        "WEIGHTS_FIRST": tile.weights_first,
-        "STAGES": tile.stages,
-        "num_warps": tile.warps,
-    }
-
-
-def _tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
-    if dtype == torch.float32:
-        return (Tile(16, 32, 32, 4, 2, False),) * 2
-    per_expert = num_pairs // num_experts
-    if per_expert >= 96:
-        return Tile(128, 128, 64, 8, 4, False), Tile(128, 256, 64, 8, 4, False)
-    if per_expert <= 8:
-        return Tile(16, 64, 128, 4, 3, True), Tile(16, 128, 128, 4, 3, True)
-    rows = min(64, triton.next_power_of_2(2 * per_expert))
-    return (Tile(rows, 64, 128, 4, 4 if rows < 64 else 3, True),) * 2
+def _operands(w: Weight, tile: Tile) -> tuple[torch.Tensor | TensorDescriptor, torch.Tensor]:
+    """Weights and scales as the kernels take them."""
+    if not isinstance(w, BlockFp8):
+        return w, w
+    rows = w.codes.view(-1, w.shape[-1])
+    return TensorDescriptor.from_tensor(rows, [tile.columns, tile.depth]), w.scales
