@@ -8,6 +8,7 @@ from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 BLOCK: Final = 128
 
@@ -28,6 +29,19 @@ class BlockFp8:
             torch.empty(shape, dtype=torch.float8_e4m3fn, device=device),
             torch.empty(grid, dtype=torch.float32, device=device),
         )
+
+    @classmethod
+    def quantised(cls, w: Tensor) -> BlockFp8:
+        """The largest weight of each block becomes the largest code."""
+        out = cls.empty(*w.shape, device=w.device)
+        rows, columns = w.shape[-2:]
+        padded = functional.pad(w.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+        blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
+        most = blocks.abs().amax(dim=(-3, -1)).clamp_min(torch.finfo(torch.float32).tiny)
+        out.scales.copy_(most / torch.finfo(torch.float8_e4m3fn).max)
+        codes = blocks / out.scales[..., :, None, :, None]
+        out.codes.copy_(codes.reshape(padded.shape)[..., :rows, :columns])
+        return out
 
     @property
     def shape(self) -> torch.Size:

@@ -1,0 +1,226 @@
+"""Weights in block fp8 on one CUDA device, linears and experts: right first, then how fast.
+
+    python -m benchmarks.gpu_fp8_weights --output out.json
+    python -m benchmarks.gpu_fp8_weights --tiles [--only "7168 x 16384"]
+
+Shapes are DeepSeek-V3.2's. Beside ours: the same product with the weights in bf16, and what DeepGEMM
+took in fp8 on a card of the same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from benchmarks.gpu_kernels import (
+    CHOICES,
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    L2_BYTES,
+    Row,
+    ceilings,
+    draw,
+    error,
+    timed,
+)
+from kernels.block_fp8 import BlockFp8
+from kernels.gpu import block_fp8, moe
+from kernels.gpu.moe_tiles import Tile, tiles_for
+from kernels.moe import moe_reference
+
+T = TypeVar("T")
+# The layer's input, q_b, o, the shared expert's two.
+MATRICES = [(2240, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048)]
+DEEPGEMM = {(16, 2240, 7168): 10.5, (16, 24576, 1536): 14.3, (16, 7168, 16384): 35.1}  # µs
+
+
+def draw_fp8(*shape: int) -> BlockFp8:
+    """normal(0, 1 / sqrt(K)), each matrix of more than two dimensions by itself."""
+    w = BlockFp8.empty(*shape, device=torch.device("cuda"))
+    for i in range(len(w.codes) if len(shape) == 3 else 1):
+        own = BlockFp8.quantised(draw(*shape[-2:], dtype=torch.float32) * shape[-1] ** -0.5)
+        part = w[i] if len(shape) == 3 else w
+        part.codes.copy_(own.codes)
+        part.scales.copy_(own.scales)
+    return w
+
+
+def gate() -> None:
+    """Ends the program where a kernel is wrong."""
+    wrong = []
+    for columns, depth in (*MATRICES, (300, 528)):
+        w = draw_fp8(columns, depth)
+        exact = w.to(torch.float64)
+        for num in (1, 16, 33, 64, 128, 200, 700):
+            x, h = draw(num, depth), draw(num, columns)
+            want = x.double() @ exact.t()
+            got = block_fp8.linear(x, w)
+            added = block_fp8.linear(x, w, h.clone())
+            # What is summed in bf16 would be off by more than the one rounding.
+            limit = 2.5e-3 if num <= 256 else 4e-3
+            if not error(got, want) < limit or not error(added, want + h.double()) < limit:
+                wrong.append(f"linear {num} x {columns} x {depth}: {error(got, want):.1e}")
+    w13, w2 = draw_fp8(16, 2 * 512, 1024), draw_fp8(16, 1024, 512)
+    wide = w13.to(torch.float64), w2.to(torch.float64)
+    for num in (1, 20, 100, 1000):
+        x, ids = draw(num, 1024), torch.rand(num, 16, device="cuda").topk(3).indices
+        weights = torch.rand(num, 3, device="cuda")
+        want = moe_reference(x.double(), *wide, ids, weights.double())
+        got = torch.full_like(x, torch.nan)
+        moe.add_moe_(got, x, w13, w2, ids, weights, None, adds=False)
+        if not error(got, want) < 1e-2:
+            wrong.append(f"experts for {num} tokens: {error(got, want):.1e}")
+    if wrong:
+        sys.exit(f"wrong: {', '.join(wrong)}; no figures of what is wrong")
+
+
+def linears(flops_ceiling: float, bytes_ceiling: float) -> list[Row]:
+    rows = []
+    for columns, depth in MATRICES:
+        copies = max(2, min(16, 3 * L2_BYTES // (columns * depth)))
+        held = [draw_fp8(columns, depth) for _ in range(copies)]
+        wide = [w.to(torch.bfloat16) for w in held]
+        for num in (1, 16, 32, 64, 128, 256, 1024, 8192):
+            x = draw(num, depth)
+            took = timed([partial(block_fp8.linear, x, w) for w in held])
+            beside = timed([partial(torch.nn.functional.linear, x, w) for w in wide])
+            tflops = 2 * num * columns * depth / took / 1e6
+            rate = columns * depth / took / 1e6
+            ceiling = max(tflops / flops_ceiling, rate / bytes_ceiling)
+            shape = f"{num} x {columns} x {depth}"
+            rows.append(Row("linear fp8", shape, took, tflops, rate, ceiling, "bf16", beside))
+            if (num, columns, depth) in DEEPGEMM:
+                peer = ("DeepGEMM", DEEPGEMM[num, columns, depth])
+                rows.append(Row("linear fp8", shape, took, tflops, rate, ceiling, *peer))
+    return rows
+
+
+def experts(flops_ceiling: float, bytes_ceiling: float) -> list[Row]:
+    w13, w2 = draw_fp8(EXPERTS, 2 * INNER, HIDDEN), draw_fp8(EXPERTS, HIDDEN, INNER)
+    wide = w13.to(torch.bfloat16), w2.to(torch.bfloat16)
+    rows = []
+    for tokens in (1, 16, 32, 128, 1024, 8192):
+        x, ids, weights = _routed(tokens)
+        out = torch.empty_like(x)
+        took, beside = (
+            timed([partial(moe.add_moe_, out, x, a, b, ids, weights, None, adds=False)] * 3)
+            for a, b in ((w13, w2), wide)
+        )
+        tflops = tokens * CHOICES * 3 * 2 * HIDDEN * INNER / took / 1e6
+        rate = len(ids.unique()) * 3 * HIDDEN * INNER / took / 1e6
+        ceiling = max(tflops / flops_ceiling, rate / bytes_ceiling)
+        rows.append(
+            Row("experts fp8", f"{tokens} tokens", took, tflops, rate, ceiling, "bf16", beside)
+        )
+    return rows
+
+
+def _routed(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = torch.rand(tokens, EXPERTS, device="cuda").topk(CHOICES).indices
+    return draw(tokens, HIDDEN), ids, torch.rand(tokens, CHOICES, device="cuda")
+
+
+def tiles(only: str) -> None:
+    """The fastest ways to cut each product, of many, beside what is taken by itself."""
+    for columns, depth in MATRICES:
+        if only not in f"{columns} x {depth}":
+            continue
+        held = [draw_fp8(columns, depth) for _ in range(max(2, 2 * L2_BYTES // (columns * depth)))]
+        for num in (1, 32, 128):
+            x, least = draw(num, depth), min(128, max(16, 1 << (num - 1).bit_length()))
+            cuts = (
+                block_fp8.Tile(least, *cut)
+                for cut in product((64, 128), (4, 8), (3, 4, 6), (1, 2, 4, 8, 14))
+                if cut[3] <= depth // 512
+            )
+            usual = block_fp8.tile_of(num, columns, -(-depth // 128), x.device)
+
+            what = f"linear {num} x {columns} x {depth}"
+            _fastest(what, usual, cuts, partial(_linear_calls, held, x))
+    if only in "experts":
+        _tiles_of_experts()
+
+
+def _tiles_of_experts() -> None:
+    """One product's cut at a time, the other's as it is."""
+    w13, w2 = draw_fp8(EXPERTS, 2 * INNER, HIDDEN), draw_fp8(EXPERTS, HIDDEN, INNER)
+    for tokens in (32, 128, 8192):
+        x, ids, weights = _routed(tokens)
+        out = torch.empty_like(x)
+        usual = tiles_for(tokens * CHOICES, EXPERTS, x.dtype, w13.dtype)
+        few = [Tile(16, *cut, True) for cut in product((64, 128), (128,), (4, 8), (3, 4, 5))]
+        many = [
+            Tile(*cut, first, True)
+            for cut in product((64, 128, 256), (64, 128), (64, 128), (4, 8), (2, 3, 4))
+            for first in (True, False)
+        ]
+        cuts = many if tokens == 8192 else few
+        for which, name in enumerate(("gate_up", "down")):
+            own = partial(_expert_calls, (out, x, w13, w2, ids, weights, None), usual, which)
+            _fastest(f"experts' {name}, {tokens} tokens", usual[which], cuts, own)
+
+
+def _linear_calls(
+    held: list[BlockFp8], x: torch.Tensor, tile: block_fp8.Tile
+) -> list[Callable[[], object]]:
+    return [partial(block_fp8.linear, x, w, tile=tile) for w in held]
+
+
+def _expert_calls(
+    operands: tuple[Any, ...], usual: tuple[Tile, Tile], which: int, tile: Tile
+) -> list[Callable[[], object]]:
+    own = (tile, usual[1]) if which == 0 else (usual[0], tile)
+    return [partial(moe.add_moe_, *operands, adds=False, tiles=own)] * 2
+
+
+def _fastest(
+    what: str, usual: T, cuts: Iterable[T], call: Callable[[T], list[Callable[[], object]]]
+) -> None:
+    took = []
+    for cut in cuts:
+        try:
+            took.append((timed(call(cut), repeats=3), cut))
+        except OutOfResources:
+            continue
+    print(f"{what}: {timed(call(usual)):.1f} µs with {usual}")
+    for microseconds, cut in sorted(took, key=lambda pair: pair[0])[:4]:
+        print(f"  {microseconds:.1f} µs with {cut}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--tiles", action="store_true", help="try tilings instead")
+    parser.add_argument("--only", default="", help="tilings of the products named so")
+    args = parser.parse_args()
+    torch.manual_seed(1)
+    gate()
+    if args.tiles:
+        tiles(args.only)
+        return
+    flops, _, bandwidth = ceilings()
+    print(f"{torch.cuda.get_device_name()}: {flops:.0f} TFLOP/s bf16, {bandwidth:.2f} TB/s")
+    rows: list[Row] = []
+    for part in (linears, experts):
+        found = part(flops, bandwidth)
+        print("\n".join(map(str, found)), flush=True)
+        rows += found
+        torch.cuda.empty_cache()
+    if args.output:
+        result = {"card": torch.cuda.get_device_name(), "rows": [asdict(row) for row in rows]}
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
