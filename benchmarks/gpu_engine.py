@@ -2,6 +2,8 @@
 
     python -m benchmarks.gpu_engine --model dsv32-5l --json out.json
 
+dsv32-5l-fp8 is the same model with its weights in block fp8, as it is published.
+
 The correctness gate comes first: small models of the same builds, in float32, must answer as they
 do on the CPU, token for token, near ties between choices decided the same way (gpu_choices.py), and
 figures are refused where they do not. Prefill: one prompt, one
@@ -30,7 +32,11 @@ from engine.loading import build_engine
 from engine.parallel.group import Group
 from engine.types import Request, SamplingParams
 
-GATES = {"dsv32-5l": ["dsv32-small", "default-small"], "llama-1b": ["llama-small"]}
+GATES = {
+    "dsv32-5l": ["dsv32-small", "default-small"],
+    "dsv32-5l-fp8": ["dsv32-small-fp8"],
+    "llama-1b": ["llama-small"],
+}
 NUM_STEPS = 64
 # vLLM 0.26.0 measured on the same card model: fp8 weights and KV (dsv32-5l), bf16 (llama-1b).
 VLLM: dict[str, dict[str, float]] = {
@@ -226,7 +232,7 @@ def profile(bench: Bench, args: argparse.Namespace) -> None:
 
 def measure(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    cited = VLLM.get(args.model, {})
+    cited = VLLM.get(args.model.removesuffix("-fp8"), {})
     for length in args.prefill:
         bench.prefill(length)
         seconds = statistics.median(bench.prefill(length) for _ in range(3))
@@ -295,7 +301,7 @@ def main() -> int:
             "index_cache_dtype": args.index_cache_dtype,
             "graphs": args.graphs,
             "ready_s": ready_s,
-            "vllm": VLLM.get(args.model, {}),
+            "vllm": VLLM.get(args.model.removesuffix("-fp8"), {}),
         }
         Path(args.json).write_text(json.dumps(about | {"found": found}, indent=1) + "\n")
     return 0

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_fp8_weights --output out.json
     python -m benchmarks.gpu_fp8_weights --tiles [--only "7168 x 16384"]
 
-Shapes are DeepSeek-V3.2's. Beside ours: the same product with the weights in bf16, and what DeepGEMM
+Shapes are DeepSeek-V3.2's. Beside ours: the same product with weights in bf16, and what DeepGEMM
 took in fp8 on a card of the same model.
 """
 

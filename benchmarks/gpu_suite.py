@@ -62,6 +62,8 @@ PARTS = [
     Part("kernels", "-m benchmarks.gpu_kernels --output {json}", 300),
     Part("attention", "-m benchmarks.gpu_attention --json {json}", 300),
     *_engine_parts("dsv32-5l"),
+    Part("fp8-weights", "-m benchmarks.gpu_fp8_weights --output {json}", 300),
+    *_engine_parts("dsv32-5l-fp8"),
     *_engine_parts("llama-1b"),
     Part("host-tier-copies", "-m benchmarks.host_tier_copies --json {json}", 300),
     Part("cp", "-m benchmarks.cp_gpu --json {json}", 480, num_gpus=2),

@@ -13,6 +13,7 @@ from engine.loading import Weights
 from engine.model.base import Model
 from engine.model.deepseek import DeepseekModel
 from engine.model.llama import LlamaModel
+from kernels.block_fp8 import BlockFp8, Weight
 
 _YARN: Final = {
     "rope_type": "yarn",
@@ -107,9 +108,12 @@ _SMALL_LLAMA: Final[dict[str, Any]] = _LLAMA | {
     "num_key_value_heads": 2,
     "vocab_size": 1024,
 }
+_FP8: Final = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 CONFIGS: Final[dict[str, tuple[Any, dict[str, Any]]]] = {
     "dsv32-5l": (DeepseekV32Config, _DSV32),
+    "dsv32-5l-fp8": (DeepseekV32Config, _DSV32 | _FP8),
     "dsv32-small": (DeepseekV32Config, _SMALL),
+    "dsv32-small-fp8": (DeepseekV32Config, _SMALL | _FP8),
     "default-small": (DeepseekV32Config, _DEFAULT),
     "llama-1b": (LlamaConfig, _LLAMA),
     "llama-small": (LlamaConfig, _SMALL_LLAMA),
@@ -118,7 +122,8 @@ CONFIGS: Final[dict[str, tuple[Any, dict[str, Any]]]] = {
 
 class RandomWeights:
     """Stands for a checkpoint: normal(0, `std`), norms 1, router bias 0, drawn by tensor name, so
-    that every rank, and on the CPU every device, has the same."""
+    that every rank, and on the CPU every device, has the same. With `keeps_fp8` what the model can
+    take in block fp8 is; the parts' rows must allow it."""
 
     def __init__(
         self,
@@ -127,13 +132,16 @@ class RandomWeights:
         *,
         std: float = 0.02,
         draws_on_cpu: bool = False,
+        keeps_fp8: bool = False,
     ) -> None:
         self.device, self.dtype = device, dtype
+        self._keeps_fp8 = keeps_fp8
         self._std = std
         self._source = torch.device("cpu") if draws_on_cpu else device
 
     def has(self, name: str) -> bool:
-        return True
+        # In fp8 experts are published one by one.
+        return not (self._keeps_fp8 and name.endswith(".experts.gate_up_proj"))
 
     def get(self, name: str, shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         dtype, shape = dtype or self.dtype, tuple(shape)
@@ -149,6 +157,19 @@ class RandomWeights:
 
     def fused(self, parts: list[tuple[str, int]], *inner: int) -> torch.Tensor:
         return torch.cat([self.get(name, (rows, *inner)) for name, rows in parts])
+
+    def weight(self, parts: list[tuple[str, int]], columns: int) -> Weight:
+        if not self._keeps_fp8:
+            return self.fused(parts, columns)
+        out = BlockFp8.empty(sum(rows for _, rows in parts), columns, device=self.device)
+        begin = 0
+        for name, rows in parts:
+            own = out[begin : begin + rows]
+            drawn = BlockFp8.quantised(self.get(name, (rows, columns), torch.float32))
+            own.codes.copy_(drawn.codes)
+            own.scales.copy_(drawn.scales)
+            begin += rows
+        return out
 
 
 def build_config(name: str, context_length: int | None = None, **changes: Any) -> Any:
@@ -169,8 +190,11 @@ def build_weights(
     fp8_index_keys: bool = False,
 ) -> Weights:
     config = build_config(name, context_length)
-    source: Any = RandomWeights(device, dtype, std=std, draws_on_cpu=draws_on_cpu)
+    keeps_fp8 = getattr(config, "quantization_config", None) is not None
+    source: Any = RandomWeights(
+        device, dtype, std=std, draws_on_cpu=draws_on_cpu, keeps_fp8=keeps_fp8
+    )
     kind = DeepseekModel if config.model_type == "deepseek_v32" else LlamaModel
     model: Model = kind.load(config, source)
     kv_dtype = torch.float32 if device.type == "cpu" else dtype
-    return Weights(model, device, kv_dtype, fp8_index_keys)
+    return Weights(model, device, dtype, kv_dtype, fp8_index_keys, keeps_fp8)

@@ -9,6 +9,7 @@ import msgspec
 from engine.types import Role
 from kvcache.host_plan import WritePolicy
 
+Quantization: TypeAlias = Literal["auto", "none"]
 IndexCacheDtype: TypeAlias = Literal["auto", "fp8_e4m3"]
 
 
@@ -37,6 +38,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     index: int = 0  # of this worker among those of its role
     device: str = "auto"  # auto, cpu, cuda
     dtype: str = "auto"  # auto, float32, bfloat16, float16
+    quantization: Quantization = "auto"  # of the weights; none: fp8 is dequantised on loading
     page_size: int | None = None  # tokens; None: 64
     index_cache_dtype: IndexCacheDtype = "auto"  # of the indexer's keys; auto: the KV pool's
     max_total_tokens: int | None = None  # a rank's KV pool, physical; None: from free memory

@@ -36,7 +36,7 @@ from engine.model.base import Model
 from engine.model.config import load_config
 from engine.model.fingerprint import fingerprint
 from engine.model.registry import ARCHITECTURES, load_model, resolve_dtype
-from engine.model.weights import weight_bytes
+from engine.model.weights import has_block_fp8, weight_bytes
 from engine.page_tables import PageTables
 from engine.parallel.group import Group
 from engine.parallel.mesh import Mesh
@@ -46,7 +46,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.staging import Staging
 from engine.types import ModelId
 from kernels.cpu import threads
-from kernels.dispatch import describe
+from kernels.dispatch import describe, keeps_block_fp8
 from kernels.linear import warm_up
 from kvcache import cgroup
 from kvcache.allocator import CPSharedPagedAllocator
@@ -71,8 +71,16 @@ _BLOCK_TOKENS = {"cpu": 8192, "cuda": 32768}
 class Weights:
     model: Model
     device: torch.device
+    dtype: torch.dtype  # of the model's tensors, but those that stay in fp8
     kv_dtype: torch.dtype
     fp8_index_keys: bool = False
+    keeps_fp8: bool = False  # weights that are stored in block fp8 stay so
+
+    @property
+    def kinds(self) -> str:
+        """What the weights are held in."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} and fp8_e4m3" if self.keeps_fp8 else dtype
 
     @property
     def geometry(self) -> KVGeometry:
@@ -113,7 +121,7 @@ def build_engine(config: WorkerConfig, weights: Weights, group: Group, mailbox: 
     group.wait_ready()
     _log_capacity(config, weights, capacity, setup.num_host_pages)
     events = EventLog(config.hash_salt.encode())
-    model_id = _identify(config, weights.device)
+    model_id = _identify(config, weights)
     return Engine(
         weights.model.vocab_size,
         weights.bytes_per_token,
@@ -132,26 +140,32 @@ def load_weights(config: WorkerConfig, rank: int) -> Weights:
     where it does not fit there."""
     device = _resolve_device(config.device, rank)
     dtype = resolve_dtype(config.dtype, device)
+    keeps_fp8 = _keeps_fp8(config, device, dtype)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        check_weights_fit(config, device, dtype, weight_bytes(config.model, dtype))
+        needed = weight_bytes(config.model, dtype, keeps_fp8=keeps_fp8)
+        check_weights_fit(config, device, dtype, needed)
     if device.type == "cpu":
         threads.configure(max(1, cgroup.available_cpus() // config.cp_size))
         with threads.one_compiler():
             warm_up((dtype,))
     with fits(config, device, "the weights"):
-        model = load_model(config.model, device, dtype, config.context_length)
+        model = load_model(config.model, device, dtype, config.context_length, keeps_fp8=keeps_fp8)
     # Activations and KV rows are float32 on a CPU, whatever the weights are (docs/adr/0003).
     kv_dtype = torch.float32 if device.type == "cpu" else dtype
-    return Weights(model, device, kv_dtype, config.index_cache_dtype == "fp8_e4m3")
+    fp8_index_keys = config.index_cache_dtype == "fp8_e4m3"
+    return Weights(model, device, dtype, kv_dtype, fp8_index_keys, keeps_fp8)
 
 
-def _identify(config: WorkerConfig, device: torch.device) -> ModelId:
+def _keeps_fp8(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Float32 asks for digits rather than for speed."""
+    may = config.quantization == "auto" and dtype.itemsize == 2 and keeps_block_fp8(device)
+    return may and has_block_fp8(config.model)
+
+
+def _identify(config: WorkerConfig, weights: Weights) -> ModelId:
     """Of the folder as it is: nobody replaces a model's files in the moments of a load."""
-    dtype = resolve_dtype(config.dtype, device)
-    return ModelId(
-        fingerprint=fingerprint(Path(config.model)), dtype=str(dtype).removeprefix("torch.")
-    )
+    return ModelId(fingerprint=fingerprint(Path(config.model)), dtype=weights.kinds)
 
 
 def _plan_capacity(config: WorkerConfig, weights: Weights) -> Capacity:
@@ -317,9 +331,10 @@ def _log_capacity(
             config.cp_size,
         )
     log.info(
-        "%s on %s: KV %s%s, %d tokens in %d pages of %d (%.2f GiB a rank), context %d",
+        "%s on %s in %s: KV %s%s, %d tokens in %d pages of %d (%.2f GiB a rank), context %d",
         config.model,
         weights.device,
+        weights.kinds,
         weights.kv_dtype,
         ", index keys in fp8" if weights.geometry.fp8_index_keys else "",
         capacity.logical_tokens,

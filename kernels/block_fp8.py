@@ -36,7 +36,8 @@ class BlockFp8:
         out = cls.empty(*w.shape, device=w.device)
         rows, columns = w.shape[-2:]
         padded = functional.pad(w.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
-        blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
+        grid = out.scales.shape
+        blocks = padded.view(*grid[:-1], BLOCK, grid[-1], BLOCK)
         most = blocks.abs().amax(dim=(-3, -1)).clamp_min(torch.finfo(torch.float32).tiny)
         out.scales.copy_(most / torch.finfo(torch.float8_e4m3fn).max)
         codes = blocks / out.scales[..., :, None, :, None]
@@ -59,6 +60,11 @@ class BlockFp8:
         if begin % BLOCK:
             raise ValueError(f"row {begin} is not the first one of a block of {BLOCK}")
         return BlockFp8(self.codes[begin:end], self.scales[begin // BLOCK : -(-end // BLOCK)])
+
+    def view(self, *shape: int) -> BlockFp8:
+        """[E · N, K] as [E, N, K], where E is not one N a multiple of BLOCK."""
+        scales = self.scales.view(*shape[:-2], -1, self.scales.shape[-1])
+        return BlockFp8(self.codes.view(shape), scales)
 
     def to(self, dtype: torch.dtype) -> Tensor:
         """[.., N, K], each weight the product of its code and its block's scale, rounded once."""

@@ -146,6 +146,7 @@ def worker_config(
         index=index,
         device=config.device if device is None else device,
         dtype=config.dtype,
+        quantization=config.quantization,
         page_size=config.page_size,
         index_cache_dtype=config.index_cache_dtype,
         max_total_tokens=config.max_total_tokens if of_role is None else of_role,

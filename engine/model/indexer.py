@@ -30,7 +30,7 @@ class Indexer:
         self.rope_interleave = bool(
             getattr(config, "indexer_rope_interleave", config.model_type == "glm_moe_dsa")
         )
-        self.wq_b = checkpoint.get(f"{prefix}.wq_b.weight", (heads * dim, config.q_lora_rank))
+        self.wq_b = checkpoint.weight([(f"{prefix}.wq_b.weight", heads * dim)], config.q_lora_rank)
         wide = activation_dtype(checkpoint)
         self.k_norm = checkpoint.get(f"{prefix}.k_norm.weight", (dim,), wide)
         self.k_norm_bias = checkpoint.get(f"{prefix}.k_norm.bias", (dim,), wide)

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from engine.model.weights import Checkpoint
+from kernels.block_fp8 import Weight
 from kernels.linear import add_swiglu_, linear, swiglu_mlp
 
 
@@ -47,16 +48,16 @@ class Vocabulary:
 class Mlp:
     """down_proj(silu(gate_proj x) * up_proj x), gate and up fused."""
 
-    gate_up_proj: torch.Tensor  # [2 * intermediate_size, hidden_size]
-    down_proj: torch.Tensor  # [hidden_size, intermediate_size]
+    gate_up_proj: Weight  # [2 * intermediate_size, hidden_size]
+    down_proj: Weight  # [hidden_size, intermediate_size]
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, prefix: str, hidden: int, intermediate: int) -> Mlp:
         """From the tensors {prefix}.gate_proj.weight, up_proj and down_proj."""
         parts = [(f"{prefix}.{name}.weight", intermediate) for name in ("gate_proj", "up_proj")]
         return cls(
-            checkpoint.fused(parts, hidden),
-            checkpoint.get(f"{prefix}.down_proj.weight", (hidden, intermediate)),
+            checkpoint.weight(parts, hidden),
+            checkpoint.weight([(f"{prefix}.down_proj.weight", hidden)], intermediate),
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

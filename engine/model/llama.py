@@ -63,10 +63,10 @@ class LlamaAttention:
         rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         norms = activation_dtype(checkpoint)
         self.shape, self.layer = shape, layer
-        self.qkv_proj = checkpoint.fused(
-            [(f"{prefix}.{name}.weight", n) for name, n in rows.items()], shape.hidden_size
-        )
-        self.o_proj = checkpoint.get(f"{prefix}.o_proj.weight", (shape.hidden_size, q_rows))
+        hidden = shape.hidden_size
+        qkv = [(f"{prefix}.{name}.weight", n) for name, n in rows.items()]
+        self.qkv_proj = checkpoint.weight(qkv, hidden)
+        self.o_proj = checkpoint.weight([(f"{prefix}.o_proj.weight", hidden)], q_rows)
         self.qkv_bias = self.o_bias = self.q_norm = self.k_norm = None
         if shape.qkv_bias:
             biases = [(f"{prefix}.{name}.bias", n) for name, n in rows.items()]

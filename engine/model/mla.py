@@ -38,23 +38,25 @@ class MlaAttention:
             (f"{prefix}.q_a_proj", self.q_lora_rank)
             if self.q_lora_rank
             else (f"{prefix}.q_proj", q_rows),
-            (f"{prefix}.kv_a_proj_with_mqa", self.kv_lora_rank + self.rope),
         ]
         if self.indexer is not None:
             parts.append((f"{prefix}.indexer.wk", self.indexer.index_head_dim))
+        # Last, for its end lies within a block of fp8.
+        parts.append((f"{prefix}.kv_a_proj_with_mqa", self.kv_lora_rank + self.rope))
         self.splits = [rows for _, rows in parts]
-        self.input_proj = checkpoint.fused([(f"{n}.weight", rows) for n, rows in parts], hidden)
+        weights = [(f"{name}.weight", rows) for name, rows in parts]
+        self.input_proj = checkpoint.weight(weights, hidden)
         wide = activation_dtype(checkpoint)
         if self.q_lora_rank:
             rank = self.q_lora_rank
             self.q_a_layernorm = checkpoint.get(f"{prefix}.q_a_layernorm.weight", (rank,), wide)
-            self.q_b_proj = checkpoint.get(f"{prefix}.q_b_proj.weight", (q_rows, rank))
+            self.q_b_proj = checkpoint.weight([(f"{prefix}.q_b_proj.weight", q_rows)], rank)
         self.kv_a_layernorm = checkpoint.get(
             f"{prefix}.kv_a_layernorm.weight", (self.kv_lora_rank,), wide
         )
         self.w_uk, self.w_uv = _load_kv_b(config, checkpoint, prefix)
         v_rows = self.num_heads * config.v_head_dim
-        self.o_proj = checkpoint.get(f"{prefix}.o_proj.weight", (hidden, v_rows))
+        self.o_proj = checkpoint.weight([(f"{prefix}.o_proj.weight", hidden)], v_rows)
         self.input_bias = self.o_bias = None
         if config.attention_bias:
             self.input_bias = _load_bias(checkpoint, parts)
@@ -71,11 +73,11 @@ class MlaAttention:
         selection: Selection | None,  # the previous layer's, used where this one has no indexer
     ) -> Selection | None:  # what was selected
         x, projected = norm_linear(h, norm, eps, self.input_proj, self.input_bias)
-        q, kv, *rest = torch.split(projected, self.splits, dim=-1)
+        q, *index_key, kv = torch.split(projected, self.splits, dim=-1)
         if self.q_lora_rank:
             qr, q = norm_linear(q, self.q_a_layernorm, _EPS, self.q_b_proj)
             if self.indexer is not None:
-                self.indexer.store_key(rest[0], cos, sin, attention)
+                self.indexer.store_key(index_key[0], cos, sin, attention)
                 selection = self.indexer.select(x, qr, cos, sin, attention)
         q = q.view(-1, self.num_heads, self.nope + self.rope)
         latent = rms_norm(kv[:, : self.kv_lora_rank], self.kv_a_layernorm, _EPS)

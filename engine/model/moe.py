@@ -8,6 +8,7 @@ import torch
 
 from engine.model.layers import Mlp
 from engine.model.weights import Checkpoint
+from kernels.block_fp8 import Weight
 from kernels.linear import linear, norm_linear
 from kernels.moe import add_moe_
 from kernels.norm import rms_norm
@@ -90,7 +91,7 @@ class Moe:
 
 def _load_experts(
     checkpoint: Checkpoint, prefix: str, num_experts: int, hidden: int, intermediate: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Weight, Weight]:
     """w13 [E, 2 · intermediate, hidden] (gate rows first) and w2 [E, hidden, intermediate], from
     one tensor an expert and projection as published, or from the fused form."""
     w13_shape = (num_experts, 2 * intermediate, hidden)
@@ -100,11 +101,12 @@ def _load_experts(
             checkpoint.get(f"{prefix}.gate_up_proj", w13_shape),
             checkpoint.get(f"{prefix}.down_proj", w2_shape),
         )
-    w13 = torch.empty(w13_shape, dtype=checkpoint.dtype, device=checkpoint.device)
-    w2 = torch.empty(w2_shape, dtype=checkpoint.dtype, device=checkpoint.device)
-    for expert in range(num_experts):
-        name = f"{prefix}.{expert}"
-        checkpoint.fill(w13[expert, :intermediate], f"{name}.gate_proj.weight")
-        checkpoint.fill(w13[expert, intermediate:], f"{name}.up_proj.weight")
-        checkpoint.fill(w2[expert], f"{name}.down_proj.weight")
-    return w13, w2
+    own = [f"{prefix}.{expert}" for expert in range(num_experts)]
+    gates_and_ups = [
+        (f"{name}.{half}.weight", intermediate) for name in own for half in ("gate_proj", "up_proj")
+    ]
+    downs = [(f"{name}.down_proj.weight", hidden) for name in own]
+    return (
+        checkpoint.weight(gates_and_ups, hidden).view(*w13_shape),
+        checkpoint.weight(downs, intermediate).view(*w2_shape),
+    )

@@ -50,8 +50,11 @@ def load_model(
     device: torch.device | str,
     dtype: torch.dtype,
     context_length: int | None = None,
+    *,
+    keeps_fp8: bool = False,
 ) -> Model:
-    """Load a local folder (config.json, safetensors) with its weights in `dtype` on `device`.
+    """Load a local folder (config.json, safetensors) with its weights in `dtype` on `device`, but
+    where `keeps_fp8` what is stored in block fp8, and multiplied, remains so.
 
     `context_length`: tokens a request may have; None: the model's max_position_embeddings. Raises
     ConfigError for a config that cannot be served and WeightError for weights that do not fit it.
@@ -59,7 +62,7 @@ def load_model(
     config = load_config(folder, ARCHITECTURES, context_length)
     module, name = ARCHITECTURES[config.architectures[0]]
     kind = getattr(import_module(module), name)
-    with Checkpoint(folder, device, dtype) as checkpoint:
+    with Checkpoint(folder, device, dtype, keeps_fp8=keeps_fp8) as checkpoint:
         try:
             model: Model = kind.load(config, checkpoint)
         except ValueError as error:  # a value of the config that this class refuses

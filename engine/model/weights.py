@@ -20,6 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from safetensors import SafetensorError, safe_open
 
 from engine.model.fingerprint import INDEX, SINGLE
+from kernels.block_fp8 import BLOCK, BlockFp8, Weight
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,18 @@ class Checkpoint:
     serves. At most one tensor is held twice, and no shard's map is needed after `close`.
     """
 
-    def __init__(self, folder: Path | str, device: torch.device | str, dtype: torch.dtype) -> None:
-        """Raises WeightError where no safetensors are found, a shard that the index names is
-        missing, or the index is damaged."""
+    def __init__(
+        self,
+        folder: Path | str,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        *,
+        keeps_fp8: bool = False,
+    ) -> None:
+        """`keeps_fp8`: `weight` leaves in block fp8 what is stored so, which a checkpoint that
+        `has_block_fp8` can do. Raises WeightError where no safetensors are found, a shard that the
+        index names is missing, or the index is damaged."""
+        self._keeps_fp8 = keeps_fp8
         self.folder = Path(folder)
         self.device = torch.device(device)
         self.dtype = dtype
@@ -113,13 +123,31 @@ class Checkpoint:
         """Tensors [rows, *inner] of `parts` (name, rows), one below the other in one tensor."""
         total = sum(rows for _, rows in parts)
         out = torch.empty((total, *inner), dtype=dtype or self.dtype, device=self.device)
+        self._fill_rows(out, parts)
+        return out
+
+    def weight(self, parts: Sequence[tuple[str, int]], columns: int) -> Weight:
+        """Matrices [rows, columns] of `parts` (name, rows), one below the other. In block fp8 where
+        all are stored so, that is kept, and each begins where a block does."""
+        begin_blocks = not any(rows % BLOCK for _, rows in parts[:-1])
+        if not all(self.is_kept(name) for name, _ in parts) or columns % 16 or not begin_blocks:
+            return self.fused(parts, columns)
+        out = BlockFp8.empty(sum(rows for _, rows in parts), columns, device=self.device)
+        self._fill_rows(out, parts)
+        return out
+
+    def _fill_rows(self, out: Weight, parts: Sequence[tuple[str, int]]) -> None:
         begin = 0
         for name, rows in parts:
             self.fill(out[begin : begin + rows], name)
             begin += rows
-        return out
 
-    def fill(self, out: torch.Tensor, name: str) -> None:
+    def is_kept(self, name: str) -> bool:
+        """Whether `weight` leaves this tensor in block fp8."""
+        is_fp8: bool = self.has(name) and self._slice(name).get_dtype() == _FP8
+        return self._keeps_fp8 and is_fp8
+
+    def fill(self, out: Weight, name: str) -> None:
         """Copy the tensor `name` into `out`, whose shape is the expected one. Errors as `get`."""
         stored = self._slice(name)
         path, found = self._file_of[name], tuple(stored.get_shape())
@@ -128,7 +156,10 @@ class Checkpoint:
             raise WeightError(
                 f"tensor {name!r} in {path} has the shape {list(found)}, expected {list(out.shape)}"
             )
-        if kind == _FP8:
+        if isinstance(out, BlockFp8):
+            out.codes.copy_(self._read(name))
+            self.fill(out.scales, self._scale_name(name))
+        elif kind == _FP8:
             self._dequantise(name, out)
         elif kind in _FLOATS:
             out.copy_(self._read(name))
@@ -140,21 +171,24 @@ class Checkpoint:
 
     def _dequantise(self, name: str, out: torch.Tensor) -> None:
         """weight[i, j] * scale[i // block, j // block], in float32, as DeepSeek-V3 stores it."""
+        rows, columns = self._block_size()
+        weight = self._read(name).to(self.device)
+        grid = (math.ceil(weight.shape[0] / rows), math.ceil(weight.shape[1] / columns))
+        scale = self.get(self._scale_name(name), grid, torch.float32)
+        # One row of blocks at a time: the float32 product of a whole weight is never held.
+        for i in range(grid[0]):
+            begin, end = i * rows, min((i + 1) * rows, weight.shape[0])
+            widened = scale[i].repeat_interleave(columns)[: weight.shape[1]]
+            out[begin:end] = weight[begin:end].float() * widened
+
+    def _scale_name(self, name: str) -> str:
         scale_name = f"{name}{_SCALE}"
         if not self.has(scale_name):
             raise WeightError(
                 f"tensor {name!r} in {self._file_of[name]} is fp8 without a block scale: "
                 f"{scale_name!r} is missing"
             )
-        rows, columns = self._block_size()
-        weight = self._read(name).to(self.device)
-        grid = (math.ceil(weight.shape[0] / rows), math.ceil(weight.shape[1] / columns))
-        scale = self.get(scale_name, grid, torch.float32)
-        # One row of blocks at a time: the float32 product of a whole weight is never held.
-        for i in range(grid[0]):
-            begin, end = i * rows, min((i + 1) * rows, weight.shape[0])
-            widened = scale[i].repeat_interleave(columns)[: weight.shape[1]]
-            out[begin:end] = weight[begin:end].float() * widened
+        return scale_name
 
     def _block_size(self) -> tuple[int, int]:
         if self._block is None:
@@ -214,20 +248,31 @@ class Checkpoint:
             raise WeightError(f"{single} is not a safetensors file: {error}") from error
 
 
-def weight_bytes(folder: Path | str, dtype: torch.dtype) -> int:
+def weight_bytes(folder: Path | str, dtype: torch.dtype, *, keeps_fp8: bool = False) -> int:
     """About what a checkpoint takes once it is loaded in `dtype`: layers beyond the config's count
-    and the scales of fp8 blocks are left out. Errors as Checkpoint."""
+    are left out, and of fp8 blocks that are not kept the scales. Errors as Checkpoint."""
     config = _read_json(Path(folder) / "config.json")
     num_layers = config.get("num_hidden_layers")
-    num_elements = 0
-    checkpoint = Checkpoint(folder, "cpu", dtype)
+    num_bytes = 0
+    checkpoint = Checkpoint(folder, "cpu", dtype, keeps_fp8=keeps_fp8)
     for name in checkpoint.unused:
         layer = _LAYER.search(name)
         is_beyond = layer is not None and num_layers and int(layer[1]) >= num_layers
-        if not is_beyond and not name.endswith(_SCALE):
-            num_elements += math.prod(checkpoint.shape(name))
+        if is_beyond:
+            continue
+        num_elements = math.prod(checkpoint.shape(name))
+        if not name.endswith(_SCALE):
+            num_bytes += num_elements * (1 if checkpoint.is_kept(name) else dtype.itemsize)
+        elif checkpoint.is_kept(name.removesuffix(_SCALE)):
+            num_bytes += num_elements * torch.float32.itemsize
     checkpoint.close(complete=False)
-    return num_elements * dtype.itemsize
+    return num_bytes
+
+
+def has_block_fp8(folder: Path | str) -> bool:
+    """Whether its weights are in the blocks that kernels multiply, by its config.json."""
+    quantization = _read_json(Path(folder) / "config.json").get("quantization_config") or {}
+    return quantization.get("weight_block_size") == [BLOCK, BLOCK]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

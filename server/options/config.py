@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from engine.config import IndexCacheDtype
+from engine.config import IndexCacheDtype, Quantization
 from engine.tracing import traces_url
 from kvcache.host_plan import WritePolicy
 from server.discovery import places
@@ -69,6 +69,11 @@ class ServeConfig(BaseSettings):
         None, "name clients use (default: the hub id, or the folder's name)", min_length=1
     )
     dtype: Dtype = _model("auto", "type of weights and activations")
+    quantization: Quantization = _model(
+        "auto",
+        "weights that a checkpoint has in block fp8; auto: stay so on GPUs that multiply them"
+        " (Hopper and later), none: are widened to --dtype; the same on all workers of a fleet",
+    )
     device: str = _model(
         "auto", "where the model runs", "auto, cpu, cuda or cuda:N", pattern=_DEVICE
     )

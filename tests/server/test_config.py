@@ -40,6 +40,7 @@ def test_defaults_are_those_the_documents_name() -> None:
         ("--max-running-requests", "100000", "a whole number from 1 to 4096"),
         ("--max-total-tokens", "1e3", "a whole number, 1 or more"),
         ("--dtype", "int8", "one of auto, float32, bfloat16, float16"),
+        ("--quantization", "fp8", "one of auto, none"),
         ("--index-cache-dtype", "fp8", "one of auto, fp8_e4m3"),
         ("--log-level", "loud", "one of debug, info, warning, error"),
         ("--device", "tpu", "auto, cpu, cuda or cuda:N"),

@@ -159,7 +159,7 @@ def test_sizes_go_by_role_and_decode_workers_share_no_kv(tmp_path: Path) -> None
 def test_the_worker_is_told_what_concerns_it() -> None:
     argv = "--page-size 16 --max-total-tokens 4096 --chunked-prefill-size 128"
     argv += " --max-running-requests 3 --context-length 99 --dtype float32 --device cpu"
-    argv += " --index-cache-dtype fp8_e4m3"
+    argv += " --index-cache-dtype fp8_e4m3 --quantization none"
     options = parse([*argv.split(), "--log-level", "debug", "--api-key", "hunter2"])
     told = worker_config(
         options,
@@ -176,7 +176,7 @@ def test_the_worker_is_told_what_concerns_it() -> None:
     assert (told.page_size, told.max_total_tokens, told.chunked_prefill_size) == (16, 4096, 128)
     assert (told.max_running_requests, told.context_length) == (3, 99)
     assert (told.dtype, told.device, told.log_level) == ("float32", "cpu", "debug")
-    assert told.index_cache_dtype == "fp8_e4m3"
+    assert (told.index_cache_dtype, told.quantization) == ("fp8_e4m3", "none")
     assert "hunter2" not in repr(told)
 
 
