@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -16,6 +18,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from kernels.block_fp8 import BlockFp8
+
+_LINEAR = re.compile(r"\.((?!weights)\w+_proj(_with_mqa)?|wk|wq_b)\.weight$")
 # What both DeepSeek checkpoints have: MoE layers after a dense one, groups of experts.
 _DEEPSEEK = {
     "hidden_size": 64,
@@ -63,6 +68,34 @@ def save_dsa(
     with torch.no_grad():
         model.lm_head.weight *= head_scale
     model.save_pretrained(folder)
+    return folder
+
+
+def save_dsa_fp8(folder: Path) -> Path:
+    """DeepSeek-V3.2 as it is published, with its linears in block fp8; large enough for most of
+    their parts to begin where blocks do."""
+    torch.manual_seed(0)
+    sizes = _DEEPSEEK | {"moe_intermediate_size": 128, "q_lora_rank": 128}
+    config = DeepseekV32Config(
+        **sizes,
+        vocab_size=199,
+        num_hidden_layers=2,
+        index_n_heads=32,
+        index_head_dim=128,
+        index_topk=16,
+    )
+    model = DeepseekV32ForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight *= 20.0
+    model.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    for name in filter(_LINEAR.search, list(stored)):
+        held = BlockFp8.quantised(stored[name])
+        stored |= {name: held.codes, f"{name}_scale_inv": held.scales}
+    save_file(stored, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(raw))
     return folder
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.model.weights import Checkpoint, WeightError, weight_bytes
+from engine.model.weights import Checkpoint, WeightError, has_block_fp8, weight_bytes
+from kernels.block_fp8 import BlockFp8
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -148,6 +150,80 @@ def test_fp8_scale_must_fit_the_blocks(tmp_path: Path) -> None:
         checkpoint.get("w.weight", (128, 256))
 
 
+def save_fp8_parts(folder: Path, columns: int, **rows: int) -> dict[str, BlockFp8]:
+    """Matrices of these names and rows, in block fp8."""
+    torch.manual_seed(1)
+    held = {name: BlockFp8.quantised(torch.randn(n, columns)) for name, n in rows.items()}
+    tensors = {name: w.codes for name, w in held.items()}
+    save_file(
+        tensors | {f"{name}_scale_inv": w.scales for name, w in held.items()}, folder / SINGLE
+    )
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return held
+
+
+def keeping(folder: Path) -> Checkpoint:
+    return Checkpoint(folder, "cpu", torch.bfloat16, keeps_fp8=True)
+
+
+def test_fp8_is_kept_part_below_part(tmp_path: Path) -> None:
+    """The last part may end within a block."""
+    held = save_fp8_parts(tmp_path, 144, a=128, b=256, c=72)
+    with keeping(tmp_path) as checkpoint:
+        got = checkpoint.weight([("b", 256), ("a", 128), ("c", 72)], 144)
+        assert checkpoint.unused == frozenset()
+    assert isinstance(got, BlockFp8)
+    want = [held[name].to(torch.float32) for name in "bac"]
+    assert torch.equal(got.to(torch.float32), torch.cat(want))
+
+
+@pytest.mark.parametrize(
+    "columns, parts",
+    [(144, [("c", 72), ("a", 128)]), (72, [("a", 128)]), (144, [("a", 128), ("plain", 1)])],
+    ids=["a part begins within a block", "no multiple of 16", "a part of another kind"],
+)
+def test_fp8_that_kernels_do_not_take_is_dequantised(
+    tmp_path: Path, columns: int, parts: list[tuple[str, int]]
+) -> None:
+    save_fp8_parts(tmp_path, columns, a=128, c=72)
+    with safe_open(tmp_path / SINGLE, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file(tensors | {"plain": torch.ones(1, columns)}, tmp_path / SINGLE)
+    with keeping(tmp_path) as checkpoint, open_cpu(tmp_path, torch.bfloat16) as plain:
+        got, want = checkpoint.weight(parts, columns), plain.weight(parts, columns)
+    assert isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, want)
+
+
+def test_fp8_that_is_asked_for_as_a_tensor_is_dequantised(tmp_path: Path) -> None:
+    held = save_fp8_parts(tmp_path, 144, a=128)
+    with keeping(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint.get("a", (128, 144)), held["a"].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("scale", [torch.ones(1, 1), torch.ones(2, 2), None])
+def test_fp8_that_is_kept_needs_a_scale_of_its_blocks(
+    tmp_path: Path, scale: torch.Tensor | None
+) -> None:
+    tensors = {"w": torch.ones(128, 144).to(torch.float8_e4m3fn)}
+    save_file(tensors if scale is None else tensors | {"w_scale_inv": scale}, tmp_path / SINGLE)
+    missing = r"fp8 without a block scale: 'w_scale_inv' is missing"
+    with (
+        keeping(tmp_path) as checkpoint,
+        pytest.raises(WeightError, match=missing if scale is None else r"expected \[1, 2\]"),
+    ):
+        checkpoint.weight([("w", 128)], 144)
+
+
+@pytest.mark.parametrize("block, has", [([128, 128], True), ([64, 128], False), (None, False)])
+def test_kernels_take_blocks_of_one_size(tmp_path: Path, block: Any, has: bool) -> None:
+    save_fp8(tmp_path, (128, 128), block)
+    assert has_block_fp8(tmp_path) == has
+    (tmp_path / "config.json").write_text("{}")
+    assert not has_block_fp8(tmp_path)
+
+
 # Damage
 
 
@@ -272,3 +348,9 @@ def test_the_size_of_what_would_be_loaded_is_known_beforehand(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
     assert weight_bytes(tmp_path, torch.bfloat16) == 2 * (15 + 4)
     assert weight_bytes(tmp_path, torch.float32) == 4 * (15 + 4)
+
+
+def test_the_size_of_fp8_that_is_kept_has_its_scales(tmp_path: Path) -> None:
+    save_fp8_parts(tmp_path, 144, a=128, b=256)
+    assert weight_bytes(tmp_path, torch.bfloat16, keeps_fp8=True) == 144 * 384 + 4 * 2 * 3
+    assert weight_bytes(tmp_path, torch.bfloat16) == 2 * 144 * 384
