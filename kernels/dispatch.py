@@ -43,12 +43,13 @@ def gpu_kernels(*tensors: Tensor) -> bool:
     return all(fits)
 
 
+@functools.cache
 def keeps_block_fp8(device: torch.device) -> bool:
-    """Whether kernels.gpu multiplies with weights in block fp8 there: Hopper's tensor cores, or
-    later ones, and copies of tiles by a descriptor are needed."""
+    """Whether kernels.gpu multiplies with weights in block fp8 there: tiles are copied by their
+    descriptors, into more shared memory than cards outside these generations have."""
     if device.type != "cuda" or not _triton_compiles(device.index or 0):
         return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @functools.cache

@@ -30,7 +30,7 @@ def widen(codes, dtype: tl.constexpr):
     return codes.to(tl.float32).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "blocks_each"])
 def _linear(
     x,  # descriptor of [T, K], blocks of [ROWS, BLOCK]
     codes,  # descriptor of [N, K], blocks of [COLUMNS, BLOCK]
@@ -68,7 +68,7 @@ def _linear(
     tl.store(at, result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _sum_splits(
     parts,  # [splits, size]
     out,  # [size], added to where ADDS
@@ -133,7 +133,7 @@ def linear(
     if tile is None and num_rows > _MANY_ROWS:
         return _linear_for_many(x, w, out, adds)
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.contiguous()
+        x = x.clone(memory_format=torch.contiguous_format)  # also where one row is contiguous
     num_blocks = w.scales.shape[1]
     tile = tile or tile_of(num_rows, num_columns, num_blocks, x.device)
     splits, target = tile.splits, out

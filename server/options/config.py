@@ -71,8 +71,9 @@ class ServeConfig(BaseSettings):
     dtype: Dtype = _model("auto", "type of weights and activations")
     quantization: Quantization = _model(
         "auto",
-        "weights that a checkpoint has in block fp8; auto: stay so on GPUs that multiply them"
-        " (Hopper and later), none: are widened to --dtype; the same on all workers of a fleet",
+        "what becomes of weights that a checkpoint has in block fp8; auto: on GPUs of compute"
+        " capability 9 or 10 they stay so, none: they are widened to --dtype; the same on all"
+        " workers of a fleet",
     )
     device: str = _model(
         "auto", "where the model runs", "auto, cpu, cuda or cuda:N", pattern=_DEVICE
