@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from transformers import DeepseekV32Config, LlamaConfig
 
-from engine.loading import Weights
+from engine.loading import Weights, kinds_of
 from engine.model.base import Model
 from engine.model.deepseek import DeepseekModel
 from engine.model.llama import LlamaModel
@@ -197,4 +197,4 @@ def build_weights(
     kind = DeepseekModel if config.model_type == "deepseek_v32" else LlamaModel
     model: Model = kind.load(config, source)
     kv_dtype = torch.float32 if device.type == "cpu" else dtype
-    return Weights(model, device, dtype, kv_dtype, fp8_index_keys, keeps_fp8)
+    return Weights(model, device, kinds_of(dtype, keeps_fp8), kv_dtype, fp8_index_keys)

@@ -39,16 +39,14 @@ class StepMemory:
     decode_bytes: int  # of the most decodes, each at the end of the longest context
 
 
-def check_weights_fit(
-    config: WorkerConfig, device: torch.device, dtype: torch.dtype, needed: int
-) -> None:
-    """Before they are read: raises CapacityError where `needed` bytes of weights, in `dtype`,
+def check_weights_fit(config: WorkerConfig, device: torch.device, kinds: str, needed: int) -> None:
+    """Before they are read: raises CapacityError where `needed` bytes of weights, of these `kinds`,
     exceed what is free on the device."""
     free, total = torch.cuda.mem_get_info(device)
     if needed > free:
         raise CapacityError(
             f"--model {config.model}: its weights take {gib(needed)} in "
-            f"{str(dtype).removeprefix('torch.')}, and {device} has {gib(free)} of "
+            f"{kinds}, and {device} has {gib(free)} of "
             f"{gib(total)} free; give it a GPU with more memory, or end what else uses this one"
         )
 

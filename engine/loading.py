@@ -71,16 +71,9 @@ _BLOCK_TOKENS = {"cpu": 8192, "cuda": 32768}
 class Weights:
     model: Model
     device: torch.device
-    dtype: torch.dtype  # of the model's tensors, but those that stay in fp8
+    kinds: str  # of number that the model is held in
     kv_dtype: torch.dtype
     fp8_index_keys: bool = False
-    keeps_fp8: bool = False  # weights that are stored in block fp8 stay so
-
-    @property
-    def kinds(self) -> str:
-        """What the weights are held in."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype} and fp8_e4m3" if self.keeps_fp8 else dtype
 
     @property
     def geometry(self) -> KVGeometry:
@@ -144,7 +137,7 @@ def load_weights(config: WorkerConfig, rank: int) -> Weights:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         needed = weight_bytes(config.model, dtype, keeps_fp8=keeps_fp8)
-        check_weights_fit(config, device, dtype, needed)
+        check_weights_fit(config, device, kinds_of(dtype, keeps_fp8), needed)
     if device.type == "cpu":
         threads.configure(max(1, cgroup.available_cpus() // config.cp_size))
         with threads.one_compiler():
@@ -154,13 +147,18 @@ def load_weights(config: WorkerConfig, rank: int) -> Weights:
     # Activations and KV rows are float32 on a CPU, whatever the weights are (docs/adr/0003).
     kv_dtype = torch.float32 if device.type == "cpu" else dtype
     fp8_index_keys = config.index_cache_dtype == "fp8_e4m3"
-    return Weights(model, device, dtype, kv_dtype, fp8_index_keys, keeps_fp8)
+    return Weights(model, device, kinds_of(dtype, keeps_fp8), kv_dtype, fp8_index_keys)
 
 
 def _keeps_fp8(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -> bool:
     """Float32 asks for digits rather than for speed."""
     may = config.quantization == "auto" and dtype.itemsize == 2 and keeps_block_fp8(device)
     return may and has_block_fp8(config.model)
+
+
+def kinds_of(dtype: torch.dtype, keeps_fp8: bool) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return f"{name} and fp8_e4m3" if keeps_fp8 else name
 
 
 def _identify(config: WorkerConfig, weights: Weights) -> ModelId:

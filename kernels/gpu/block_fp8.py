@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.block_fp8 import BLOCK, BlockFp8
 from kernels.gpu.card import card_of
 
-_BLOCK: tl.constexpr = tl.constexpr(BLOCK)
+_BLOCK = tl.constexpr(BLOCK)
 _MANY_ROWS: Final = 256  # more are the library's
 _SLICE_ELEMENTS: Final = 1 << 25  # widened at a time
 

@@ -15,7 +15,7 @@ from kernels.block_fp8 import BLOCK, BlockFp8, Weight
 from kernels.gpu.block_fp8 import widen
 from kernels.gpu.moe_tiles import Tile, most_row_tiles, tiles_for
 
-_BLOCK: tl.constexpr = tl.constexpr(BLOCK)
+_BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

@@ -35,13 +35,13 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GIB, 80 * GIB))
     config = WorkerConfig(model="big", listen_address="")
     device = torch.device("cuda", 1)
-    check_weights_fit(config, device, torch.bfloat16, 70 * GIB)
+    check_weights_fit(config, device, "bfloat16", 70 * GIB)
     with pytest.raises(
         CapacityError,
         match=r"--model big: its weights take 71\.00 GiB in bfloat16, and cuda:1 has 70\.00 GiB of "
         r"80\.00 GiB free",
     ):
-        check_weights_fit(config, device, torch.bfloat16, 71 * GIB)
+        check_weights_fit(config, device, "bfloat16", 71 * GIB)
 
 
 def test_a_pool_that_does_not_fit_is_refused_and_the_largest_is_named() -> None:
