@@ -138,11 +138,12 @@ def tiles(only: str) -> None:
             continue
         held = [draw_fp8(columns, depth) for _ in range(max(2, 2 * L2_BYTES // (columns * depth)))]
         for num in (1, 32, 128):
-            x, least = draw(num, depth), min(128, max(16, 1 << (num - 1).bit_length()))
+            x = draw(num, depth)
+            heights = [rows for rows in (16, 32, 64, 128) if num <= rows < 4 * num + 32]
             cuts = (
-                block_fp8.Tile(least, *cut)
-                for cut in product((64, 128), (4, 8), (3, 4, 6), (1, 2, 4, 8, 14))
-                if cut[3] <= depth // 512
+                block_fp8.Tile(*cut)
+                for cut in product(heights, (64, 128), (4, 8), (3, 4, 6), (1, 2, 4, 8, 14))
+                if cut[4] <= depth // 512
             )
             usual = block_fp8.tile_of(num, columns, -(-depth // 128), x.device)
 

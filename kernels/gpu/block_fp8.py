@@ -30,7 +30,7 @@ def widen(codes, dtype: tl.constexpr):
     return codes.to(tl.float32).to(dtype)
 
 
-@triton.jit(do_not_specialize=["num_rows", "blocks_each"])
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "blocks_each"])
 def _linear(
     x,  # descriptor of [T, K], blocks of [ROWS, BLOCK]
     codes,  # descriptor of [N, K], blocks of [COLUMNS, BLOCK]
@@ -44,7 +44,7 @@ def _linear(
     COLUMNS: tl.constexpr,  # divides BLOCK
     STAGES: tl.constexpr,
     SPLITS: tl.constexpr,
-    ADDS: tl.constexpr,
+    ADDS: tl.constexpr,  # where not SPLITS
 ):
     row, column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
     split = tl.program_id(2)
@@ -145,8 +145,8 @@ def linear(
         TensorDescriptor.from_tensor(x, [tile.rows, BLOCK]),
         TensorDescriptor.from_tensor(w.codes, [tile.columns, BLOCK]),
         w.scales, target, num_rows, num_columns, num_blocks, triton.cdiv(num_blocks, splits),
-        ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, SPLITS=splits > 1, ADDS=adds,
-        num_warps=tile.warps,
+        ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, SPLITS=splits > 1,
+        ADDS=adds and splits == 1, num_warps=tile.warps,
     )  # fmt: skip
     if splits > 1:
         chunk = 1024
@@ -157,20 +157,16 @@ def linear(
 
 
 def tile_of(num_rows: int, num_columns: int, num_blocks: int, device: torch.device) -> Tile:
-    """As many splits as fill the card once, none of less than four blocks."""
-    rows = min(128, max(16, triton.next_power_of_2(num_rows)))
-    columns, warps, stages, resident = {
-        16: (64, 4, 5, 4),
-        32: (128, 4, 4, 2),
-        64: (128, 4, 3, 2),
-        128: (128, 8, 3, 1),
-    }[rows]
-    tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, columns)
+    """As many splits as fill the card once, none of less than four blocks. Few heights, as each is
+    compiled; rows that are not there cost no traffic."""
+    rows = min(128, max(32, triton.next_power_of_2(num_rows)))
+    warps, stages, resident = {32: (4, 4, 2), 64: (4, 3, 2), 128: (8, 3, 1)}[rows]
+    tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, BLOCK)
     splits = resident * card_of(device).num_processors // tiles
     splits = max(1, min(splits, num_blocks // 4))
     # As many as have blocks: no split is left without.
     splits = triton.cdiv(num_blocks, triton.cdiv(num_blocks, splits))
-    return Tile(rows, columns, warps, stages, splits)
+    return Tile(rows, BLOCK, warps, stages, splits)
 
 
 def _linear_for_many(x: torch.Tensor, w: BlockFp8, out: torch.Tensor, adds: bool) -> torch.Tensor:

@@ -24,7 +24,8 @@ from engine.decode_graphs import batch_sizes
 from engine.device_memory import halves
 from engine.model.deepseek import DeepseekModel
 from engine.model.llama import LlamaModel
-from kernels.gpu import attention, index_topk, mla_hopper, moe, norm, rope, route, store  # noqa: F401
+from kernels.block_fp8 import BlockFp8, Weight
+from kernels.gpu import attention, block_fp8, index_topk, mla_hopper, moe, norm, rope, route, store  # noqa: F401
 from kernels.gpu.ahead import compiling
 from kernels.gpu.card import Card
 from kernels.gpu.swiglu import silu_mul
@@ -53,8 +54,11 @@ class Shapes:
 
     device, dtype = META, torch.bfloat16
 
+    def __init__(self, keeps_fp8: bool) -> None:
+        self.keeps_fp8 = keeps_fp8
+
     def has(self, name: str) -> bool:
-        return True
+        return not (self.keeps_fp8 and name.endswith(".experts.gate_up_proj"))
 
     def get(self, name: str, shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype or self.dtype, device=META)
@@ -62,11 +66,21 @@ class Shapes:
     def fused(self, parts: list[tuple[str, int]], *inner: int) -> torch.Tensor:
         return torch.cat([self.get(name, (rows, *inner)) for name, rows in parts])
 
+    def weight(self, parts: list[tuple[str, int]], columns: int) -> Weight:
+        rows = sum(rows for _, rows in parts)
+        if self.keeps_fp8:
+            return BlockFp8.empty(rows, columns, device=META)
+        return torch.empty(rows, columns, dtype=self.dtype, device=META)
+
 
 @contextlib.contextmanager
 def on_hopper() -> Iterator[None]:
     """Shapes are taken for tensors on a card."""
-    stand_ins = {"gpu_kernels": lambda *tensors: True, "card_of": lambda device: HOPPER}
+    stand_ins = {
+        "gpu_kernels": lambda *tensors: True,
+        "keeps_block_fp8": lambda device: True,
+        "card_of": lambda device: HOPPER,
+    }
     with contextlib.ExitStack() as patches:
         for module in [m for m in sys.modules.values() if m.__name__[:7] in ("engine.", "kernels")]:
             for name in stand_ins.keys() & vars(module).keys():
@@ -85,7 +99,8 @@ def forms_of(name: str, context: int, sizes: list[int]) -> dict[str, set[str]]:
     config = build_config(name, context, num_hidden_layers=2)
     kind = DeepseekModel if config.model_type == "deepseek_v32" else LlamaModel
     with on_hopper(), mock.patch.object(triton.knobs.runtime, "jit_cache_hook", note):
-        model: Any = kind.load(config, Shapes())
+        keeps_fp8 = getattr(config, "quantization_config", None) is not None
+        model: Any = kind.load(config, Shapes(keeps_fp8))
         pool = KVPool.create(model.geometry, PAGE, 8, torch.bfloat16, META)
         for size in sizes:
             for start in (0, context - 1) if model.index_topk else (0,):
@@ -105,9 +120,11 @@ def ahead(cache: Path) -> dict[str, Any]:
     """How kernels that compile, one of them Hopper's own, and one that does not fare."""
     x = torch.ones(3, 64)
     rows = torch.zeros(3, 576, dtype=torch.bfloat16)
+    weights = BlockFp8.empty(64, 576, device=rows.device)
     index, counts = torch.zeros(1, 3, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     with compiling():
         out = silu_mul(x)
+        block_fp8.linear(rows, weights, tile=block_fp8.Tile(16, 64, 4, 3, splits=1))
         mla_hopper.mla_latents(rows[None], rows, index, counts, 0, 1.0, HOPPER.num_processors)
         refused[(1,)](x)
     raised = ""
