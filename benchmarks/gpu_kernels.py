@@ -286,13 +286,14 @@ def topk_tiles() -> None:
     from, then other sieves before the usual one."""
     for num, length in VLLM_TOPK:
         usual = tile_for(num, length)
-        pieces = ((8, 8, 128), (8, 8, 104), (4, 16, 64), (4, 8, 80), (16, 4, 255))
+        pieces = ((8, 8, 128), (8, 8, 80), (4, 16, 64), (4, 16, 40), (4, 8, 80))
         cuts = [replace(usual, rows=r, warps=w, registers=n) for r, w, n in pieces]
         if length > 8192:
-            sieves = ((4, 8, 64), (4, 16, 64), (8, 8, 128), (2, 16, 40), (8, 4, 128))
+            sieves = ((4, 8, 64), (4, 16, 64), (8, 8, 128), (2, 8, 40), (4, 4, 64))
             names = ("sieve_rows", "sieve_warps", "sieve_registers")
             cuts += [replace(usual, **dict(zip(names, sieve, strict=True))) for sieve in sieves]
-            cuts += [replace(usual, stages=2), replace(usual, spans=4 if num < 4096 else 2)]
+            cuts += [replace(usual, spans=s) for s in ((4, 16) if num < 4096 else (2,))]
+            cuts.append(replace(usual, sample_rows=usual.sample_rows // 2))
         _fastest(f"top-k, {num} x {length // 1024}k", usual, cuts, _topk_calls(num, length))
 
 

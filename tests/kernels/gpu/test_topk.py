@@ -12,7 +12,7 @@ from kernels.gpu.topk import Tile, exact_topk, select
 WHOLE = Tile(4, 2, 64, 1, 4, 2, 64, 4)  # rows of up to 1024 in registers
 SIEVED = Tile(1, 1, 64, 1, 1, 1, 64, 1)  # of up to 128
 SPANNED = Tile(1, 2, 64, 3, 2, 1, 64, 1)
-TALL = Tile(8, 1, 128, 1, 8, 1, 128, 8, stages=1)
+TALL = Tile(8, 1, 128, 1, 8, 1, 128, 8)
 TILES = [WHOLE, SIEVED, SPANNED, TALL]
 KINDS = [
     "normal", "tied", "equal", "zeros", "skewed", "denormal", "periodic", "late", "rising",
