@@ -11,9 +11,9 @@ import triton.language as tl
 
 from kernels.fp8_keys import Fp8Keys, IndexKeys
 from kernels.gpu import fp8, index_logits
-from kernels.gpu.topk import select
+from kernels.gpu.topk import kept_bytes, select
 
-_WORKSPACE_BYTES: Final = 256 << 20  # of float32 scores at a time
+_WORKSPACE_BYTES: Final = 256 << 20  # of float32 scores, and what is kept of them, at a time
 
 
 def causal(
@@ -32,7 +32,8 @@ def causal(
     out = torch.empty((num_queries, topk), dtype=torch.int32, device=q.device)
     counts = torch.arange(start + 1, context + 1, dtype=torch.int32, device=q.device)
     width = triton.cdiv(context, 64) * 64  # rows begin at whole cache lines
-    step = max(1, min(num_queries, workspace_bytes // (4 * width)))
+    row_bytes = 4 * width + kept_bytes(num_queries, width, topk)
+    step = max(1, min(num_queries, workspace_bytes // row_bytes))
     scores = torch.empty((step, width), dtype=torch.float32, device=q.device)
     for a in range(0, num_queries, step):
         b = min(a + step, num_queries)

@@ -1,6 +1,5 @@
 """The k-th best of a row of float32 scores, by its digits: how many elements have each value of the
-highest ten bits, then, of those that share the k-th's, of the next eleven, and of the last. Pieces
-of rows, which kernels.gpu.topk chooses from, are laid out here.
+highest ten bits, then, of those that share the k-th's, of the next eleven, and of the last.
 
 Triton's language has no memory that a program's threads share. So the counts are in an array of
 their own, which a few lines of PTX declare, add to and read; Triton's interpreter, which runs none,
@@ -13,6 +12,8 @@ from typing import Final
 
 import triton
 import triton.language as tl
+
+from kernels.gpu.pieces import read
 
 NOTHING = tl.constexpr(0x007FFFFF)  # the key of -inf, which is never chosen
 _NUM_BINS: Final = 2048  # a digit has eleven bits
@@ -43,31 +44,6 @@ def number(key):
     """The float32 of a key."""
     bits = key.to(tl.int32, bitcast=True)
     return (bits ^ (~(bits >> 31) | -(2**31))).to(tl.float32, bitcast=True)
-
-
-# A piece of a row is a tensor [ROWS, WARPS, 32, 4]: a thread holds four neighbours of each of ROWS
-# lines of 128, which are neighbours, too. So it reads and counts without asking others, and only
-# the sums of whole warps pass through shared memory.
-
-
-@triton.jit
-def fours(ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """Where in a piece its fours begin, [ROWS, WARPS, 32, 1]."""
-    row = tl.arange(0, ROWS)[:, None, None, None]
-    warp = tl.arange(0, WARPS)[None, :, None, None]
-    lane = tl.arange(0, 32)[None, None, :, None]
-    return (warp * (ROWS * 128) + lane * 4) + row * 128
-
-
-@triton.jit
-def read(source, at, n):
-    """Four neighbours from each element `at` on of a row of n; -inf from n on. No load waits for
-    what a mask says, so that all are under way at once. The last four may lie behind n in part, for
-    rows begin at whole sectors of memory."""
-    last = tl.maximum(n - 1, 0) // 4 * 4
-    begin = tl.multiple_of(tl.minimum(at, last), [1, 1, 1, 4])
-    x = tl.load(source + begin + tl.arange(0, 4))
-    return tl.where(at + tl.arange(0, 4) < n, x, float("-inf"))
 
 
 @triton.jit
@@ -180,12 +156,3 @@ def kth(shared, key, source, at, n, k, slack, IS_LONG: tl.constexpr):
     if reach > k + slack:
         low, reach, above = _narrow(shared, key, source, at, n, k, low, above, IS_LONG, 0)
     return low, reach, above
-
-
-@triton.jit
-def spread(i, n, NUM: tl.constexpr):
-    """The i-th of NUM places in a row of n: one in each share, which one being hashed, for scores
-    have periods."""
-    share = tl.maximum(n // NUM, 1).to(tl.uint32)
-    aside = tl.umulhi(i.to(tl.uint32) * 2654435769, share)
-    return tl.minimum(i.to(tl.uint32) * share + aside, (n - 1).to(tl.uint32)).to(tl.int32)

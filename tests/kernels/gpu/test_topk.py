@@ -106,8 +106,9 @@ def test_a_sample_that_misleads(spans: int, hides: bool, device: torch.device) -
     little is."""
     tile = Tile(1, 1, 64, spans, 1, 1, 64, 1)
     width, k = 2048, 60
-    share = width // 128
-    seen = [i * share + (i * 2654435769 % 2**32 * share >> 32) for i in range(128)]
+    share = width // 4 // 32  # fours, of which it sees one
+    fours = [i * share + (i * 2654435769 % 2**32 * share >> 32) for i in range(32)]
+    seen = [4 * four + i for four in fours for i in range(4)]
     scores = draw("normal", 1, width, device)
     is_seen = torch.zeros(width, dtype=torch.bool, device=device)
     is_seen[seen] = True
