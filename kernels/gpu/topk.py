@@ -16,7 +16,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from kernels.gpu.kth import NOTHING, key_of, kth, shared_counts
-from kernels.gpu.pieces import fours, places, quarters, read, store
+from kernels.gpu.pieces import fours, places, places_of_warps, quarters, read, store
 from kernels.gpu.sieve import kept_at, parts, sieve
 
 
@@ -29,6 +29,24 @@ def _first(ones, limit):
 
 
 @triton.jit
+def _write(to, key, position, least, has_ties, room, num):
+    """Store the positions of the keys above `least`, and of the first `room` that equal it if
+    `has_ties`, of all otherwise, behind `num` others. Returns how much room is left, and the places
+    behind each warp's."""
+    ones = (key >= least).to(tl.int32)
+    if has_ties:
+        tied, num_tied = _first((key == least).to(tl.int32), room)
+        ones = (key > least).to(tl.int32) + tied
+        room -= num_tied
+    before, warps = places_of_warps(tl.sum(ones, axis=3))
+    upto = num + tl.cumsum(warps, axis=1)
+    a, b, c, d = quarters(position)
+    i, j, m, p = quarters(ones)
+    store(to, a, b, c, d, i == 1, j == 1, m == 1, p == 1, upto - warps + before)
+    return room, upto
+
+
+@triton.jit
 def _choose_from(shared, key, position, source, at, n, k, to, IS_LONG: tl.constexpr):
     """Write the positions of the k best of n elements: of these keys and positions, or, if IS_LONG,
     of those to be read, which are in order. Returns how many there were."""
@@ -38,22 +56,19 @@ def _choose_from(shared, key, position, source, at, n, k, to, IS_LONG: tl.conste
     least = tl.maximum(low, NOTHING + 1)
     has_ties = (reach > k) & (low == least)
     room = k - above  # for those that equal it
-    num_kept = n * 0
-    for first in range(0, n, key.numel):
-        if IS_LONG:
+    if IS_LONG:
+        num = n * 0
+        for first in range(0, n, key.numel):
             key = key_of(read(source, first + at, n))
-            position = first + at + tl.arange(0, 4)
-        ones = (key >= least).to(tl.int32)
-        if has_ties:
-            tied, num_tied = _first((key == least).to(tl.int32), room)
-            ones = (key > least).to(tl.int32) + tied
-            room -= num_tied
-        place, num = places(tl.sum(ones, axis=3))
-        a, b, c, d = quarters(position)
-        i, j, m, p = quarters(ones)
-        store(to, a, b, c, d, i == 1, j == 1, m == 1, p == 1, num_kept + place)
-        num_kept += num
-    return num_kept
+            where = first + at + tl.arange(0, 4)
+            room, upto = _write(to, key, where, least, has_ties, room, num)
+            num = tl.max(upto)
+    else:
+        _, upto = _write(to, key, position, least, has_ties, room, 0)
+        num = k
+        if (n <= k) | (low < least):  # some are -inf, perhaps
+            num = tl.max(upto)
+    return num
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -120,12 +135,12 @@ class Tile:
 
 
 def tile_for(num_rows: int, width: int) -> Tile:
-    """What is fast on a card of some 130 multiprocessors. Of a million scores, the best thousands
-    are seldom in a small sample."""
-    wide = 1 if width <= 1 << 18 else 2
+    """What is fast on a card of some 130 multiprocessors. Of a long row's scores the best are
+    seldom in a small sample."""
+    sample_rows = 2 if width <= 1 << 16 else 4 if width <= 1 << 18 else 8
     if num_rows > 128:
-        return Tile(8, 8, 128, 1, 4, 8, 64, 4 * wide)
-    return Tile(4, 16, 64, 2 if num_rows > 32 else 8, 4, 16, 64, 2 * wide)
+        return Tile(8, 8, 128, 1, 4, 8, 64, sample_rows)
+    return Tile(4, 16, 96, 2 if num_rows > 32 else 8, 4, 8, 64, sample_rows)
 
 
 def _piece(tile: Tile, width: int, k: int) -> tuple[int, int]:
