@@ -71,7 +71,7 @@ def _choose_from(shared, key, position, source, at, n, k, to, IS_LONG: tl.conste
     return num
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=["k", "width"])
 def _choose(
     scores,  # [rows, score_stride] float32
     counts,  # [rows]: how many scores each row has
@@ -79,6 +79,7 @@ def _choose(
     kept_counts,  # [rows, SPANS]
     out,  # [rows, out_stride] int32
     k,
+    width,  # at least all of `counts`
     score_stride,
     out_stride,
     ALL_SCORED: tl.constexpr,  # rows with no more than k scores have them read, too
@@ -87,6 +88,11 @@ def _choose(
     WARPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    source = scores + row * score_stride
+    at = fours(ROWS, WARPS)
+    position = at + tl.arange(0, 4)
+    if SPANS == 0:
+        x = read(source, at, width)  # on its way before n is known
     n = tl.load(counts + row).to(tl.int32)
     to = out + row * out_stride
     if (n <= k) & (not ALL_SCORED):
@@ -94,18 +100,15 @@ def _choose(
             slot = first + tl.arange(0, 1024)
             tl.store(to + slot, tl.where(slot < n, slot, -1), mask=slot < k)
         return
-    source = scores + row * score_stride
     shared = shared_counts(n * 0)
-    at = fours(ROWS, WARPS)
     if SPANS == 0:
-        key = key_of(read(source, at, n))
-        num = _choose_from(shared, key, at + tl.arange(0, 4), source, at, n, k, to, False)
+        key = key_of(tl.where(position < n, x, float("-inf")))
+        num = _choose_from(shared, key, position, source, at, n, k, to, False)
     else:
         size: tl.constexpr = ROWS * WARPS * 128
         # Any row has memory for a piece, and so has what is kept of it.
         own, own_counts = kept + row * (SPANS * size), kept_counts + row * SPANS
         num_real, num_held = n, n
-        position = at + tl.arange(0, 4)
         x = tl.load(source + position)
         if n > size:
             where, num_real, num_held = kept_at(at, own_counts, size, SPANS)
@@ -192,7 +195,7 @@ def select(
             num_warps=tile.sieve_warps, maxnreg=tile.sieve_registers,
         )  # fmt: skip
     _choose[(num_rows,)](
-        scores, counts, kept, kept_counts, out, k, scores.stride(0), out.stride(0),
+        scores, counts, kept, kept_counts, out, k, width, scores.stride(0), out.stride(0),
         ALL_SCORED=all_scored, SPANS=spans, ROWS=rows, WARPS=warps,
         num_warps=warps, maxnreg=min(tile.registers, 2048 // warps),
     )  # fmt: skip
