@@ -18,7 +18,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Any:
     cache = str(tmp_path_factory.mktemp("triton"))
     found = subprocess.run(
         [sys.executable, "-m", "tests.kernels.gpu.start", cache, *MODELS],
-        env=os.environ | {"TRITON_CACHE_DIR": cache},
+        env=os.environ | {"TRITON_CACHE_DIR": cache, "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         check=True,
     )
