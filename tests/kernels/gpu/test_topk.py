@@ -14,6 +14,7 @@ SIEVED = Tile(1, 1, 64, 1, 1, 1, 64, 1)  # of up to 128
 SPANNED = Tile(1, 2, 64, 3, 2, 1, 64, 1)
 TALL = Tile(8, 1, 128, 1, 8, 1, 128, 8)
 TILES = [WHOLE, SIEVED, SPANNED, TALL]
+LOWEST = torch.finfo(torch.float32).min
 KINDS = [
     "normal", "tied", "equal", "zeros", "skewed", "denormal", "periodic", "late", "rising",
     "with -inf", "with inf", "only -inf",
@@ -41,7 +42,8 @@ def draw(kind: str, rows: int, width: int, device: torch.device) -> torch.Tensor
         "periodic": lambda: scores + 50 * (column % 16 == 3),
         "late": lambda: scores + 1e4 * (column >= width - width // 8),
         "rising": lambda: column + scores / 8,
-        "with -inf": lambda: torch.where(some < 0.9, -torch.inf, scores),
+        # Few others, most of them the lowest that there is
+        "with -inf": lambda: torch.where(some < 0.9, -torch.inf, scores + LOWEST * (scores < 1)),
         "with inf": lambda: torch.where(some < 0.2, torch.inf, scores * 1e38),
         "only -inf": lambda: torch.full_like(scores, -torch.inf),
     }
@@ -99,16 +101,22 @@ def test_every_size_of_a_choice(tile: Tile, k: int, device: torch.device) -> Non
     assert out.tolist() == [by_sorting(scores[0].cpu(), k), by_sorting(scores[1, :290].cpu(), k)]
 
 
+def seen_of(width: int) -> list[int]:
+    """Columns that a sample of 128 sees: four neighbours of each of 32 shares."""
+    share = width // 4 // 32
+    fours = [i * share + (i * 2654435769 % 2**32 * share >> 32) for i in range(32)]
+    return [4 * four + i for four in fours for i in range(4)]
+
+
 @pytest.mark.parametrize("spans", [1, 4])
 @pytest.mark.parametrize("hides", [True, False])
-def test_a_sample_that_misleads(spans: int, hides: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("k", [3, 60])
+def test_a_sample_that_misleads(spans: int, hides: bool, k: int, device: torch.device) -> None:
     """It sees none of the best, so that too much is kept, or nothing but the best, so that too
-    little is."""
+    little is: of three best two, which are a whole four with what fills it up."""
     tile = Tile(1, 1, 64, spans, 1, 1, 64, 1)
-    width, k = 2048, 60
-    share = width // 4 // 32  # fours, of which it sees one
-    fours = [i * share + (i * 2654435769 % 2**32 * share >> 32) for i in range(32)]
-    seen = [4 * four + i for four in fours for i in range(4)]
+    width = 2048
+    seen = seen_of(width)
     scores = draw("normal", 1, width, device)
     is_seen = torch.zeros(width, dtype=torch.bool, device=device)
     is_seen[seen] = True
@@ -116,6 +124,20 @@ def test_a_sample_that_misleads(spans: int, hides: bool, device: torch.device) -
     assert scores[0, seen].max() < 50 if hides else scores[0, seen].min() > 50
     out = torch.full((1, k), 99, dtype=torch.int32, device=device)
     select(scores, torch.tensor([width], device=device), k, out, tile=tile)
+    assert out[0].tolist() == by_sorting(scores[0].cpu(), k)
+
+
+@pytest.mark.parametrize("num", range(123, 130))
+def test_what_is_kept_may_just_fit(num: int, device: torch.device) -> None:
+    """So many reach what the sample says, where there is room for 128."""
+    width, k = 2048, 60
+    seen = seen_of(width)
+    scores = torch.zeros(1, width, device=device)
+    scores[0, seen[::16]] = 1.0
+    unseen = sorted(set(range(0, width, 8)) - set(seen))[8 - num :]
+    scores[0, unseen] = torch.linspace(2, 3, num - 8, device=device)
+    out = torch.full((1, k), 99, dtype=torch.int32, device=device)
+    select(scores, torch.tensor([width], device=device), k, out, tile=SIEVED)
     assert out[0].tolist() == by_sorting(scores[0].cpu(), k)
 
 
