@@ -29,6 +29,7 @@ from kernels.gpu import attention, block_fp8, index_topk, mla_hopper, moe, norm,
 from kernels.gpu.ahead import compiling
 from kernels.gpu.card import Card
 from kernels.gpu.swiglu import silu_mul
+from kernels.gpu.topk import Tile, select
 from kvcache.pool import KVPool
 
 HOPPER = Card(num_processors=132, capability=9, shared_bytes=232448, multiplies_fp8=True)
@@ -117,15 +118,18 @@ def refused(x):
 
 
 def ahead(cache: Path) -> dict[str, Any]:
-    """How kernels that compile, one of them Hopper's own, and one that does not fare."""
+    """How kernels that compile, one of them Hopper's own, two with lines of PTX, and one that does
+    not fare."""
     x = torch.ones(3, 64)
     rows = torch.zeros(3, 576, dtype=torch.bfloat16)
     weights = BlockFp8.empty(64, 576, device=rows.device)
     index, counts = torch.zeros(1, 3, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    scores = torch.zeros(1, 16384)
     with compiling():
         out = silu_mul(x)
         block_fp8.linear(rows, weights, tile=block_fp8.Tile(16, 64, 4, 3, splits=1))
         mla_hopper.mla_latents(rows[None], rows, index, counts, 0, 1.0, HOPPER.num_processors)
+        select(scores, counts, 3, index, tile=Tile(2, 4, 64, 3, 2, 4, 64, 2))
         refused[(1,)](x)
     raised = ""
     try:
