@@ -163,6 +163,8 @@ def _cut(text: str, end: str, content: str) -> str:
     before, found, after = text.rpartition(end)
     if not found:
         raise TemplateError("the chat template does not show the final message")
+    # Where the template has shown it before.
+    before = before.replace(end + _SPACE, "").replace(end, "")
     if after.startswith(_SPACE):
         return before
     # The template trims: without the mark it had trimmed the content's own end as well. What is

@@ -127,6 +127,10 @@ def test_a_continued_message_may_say_what_the_template_says(content: str) -> Non
     assert continued(TEMPLATE, content) == BEFORE + content
 
 
+def test_a_continued_message_may_have_been_shown_before() -> None:
+    assert continued("{{ messages[1].content }}. " + TEMPLATE, "a ") == "a . " + BEFORE + "a "
+
+
 def test_what_cannot_be_continued_is_said() -> None:
     with pytest.raises(TemplateError, match="no content to continue"):
         continued(TEMPLATE, None)
