@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from kernels.gpu import moe, route
+from kernels.gpu import groups, moe, route
 from kernels.moe import moe_reference
 from kernels.route import sigmoid_gate, softmax_gate
 
@@ -44,7 +44,7 @@ def test_experts(shape, dtype, weights_first, device) -> None:
 
 def test_groups(device: torch.device) -> None:
     ids = torch.randint(0, 9, (20, 2), device=device)
-    order, starts = moe.group(ids, 10)
+    order, starts = groups.group(ids, 10)
     want = ids.flatten().sort(stable=True)
     assert order.tolist() == want.indices.tolist()
     assert starts.tolist() == [int((ids < e).sum()) for e in range(11)]
