@@ -2,11 +2,12 @@
 
 e4m3 is exact in either 16-bit type, so products are exact and their sums over a block of K get the
 block's scale in float32. Few rows are bound by reading the weights, which are the wide side then;
-for many rows, weights are widened slice by slice, for the library's product.
+for many rows, weights are widened slice by slice, for the library's product and for the experts'.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +22,9 @@ from kernels.gpu.card import card_of
 _BLOCK = tl.constexpr(BLOCK)
 _MANY_ROWS: Final = 256  # more are the library's
 _SLICE_ELEMENTS: Final = 1 << 25  # widened at a time
+# Of all experts, widened at a time. Few parts, as each ends with processors that have run out of
+# work; of a chunk of 8192 tokens the activations of all pairs take as much.
+_PART_ELEMENTS: Final = 1 << 29
 
 
 @triton.jit
@@ -88,22 +92,27 @@ def _sum_splits(
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "scales_stride"])
 def _dequantise(
-    codes,  # [N, K]
-    scales,  # [ceil(N / BLOCK), ceil(K / BLOCK)]
-    out,  # [N, K]
+    codes,  # [M, N, K] of matrices codes_stride apart
+    scales,  # [M, ceil(N / BLOCK), ceil(K / BLOCK)] of matrices scales_stride apart
+    out,  # [M, N, K]
     num_rows,
     num_columns,
+    codes_stride,
+    scales_stride,
     ROWS: tl.constexpr,  # divides BLOCK
 ):
+    matrix = tl.program_id(2).to(tl.int64)
     row, block = tl.program_id(1) * ROWS, tl.program_id(0)
     rows, columns = row + tl.arange(0, ROWS), block * _BLOCK + tl.arange(0, _BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     at = rows[:, None].to(tl.int64) * num_columns + columns[None, :]
-    code = tl.load(codes + at, mask=mask, other=0.0)
-    scale = tl.load(scales + row // _BLOCK * tl.cdiv(num_columns, _BLOCK) + block)
-    tl.store(out + at, (code.to(tl.float32) * scale).to(out.dtype.element_ty), mask=mask)
+    code = tl.load(codes + matrix * codes_stride + at, mask=mask, other=0.0)
+    scale_at = matrix * scales_stride + row // _BLOCK * tl.cdiv(num_columns, _BLOCK) + block
+    wide = code.to(tl.float32) * tl.load(scales + scale_at)
+    out += matrix * num_rows * num_columns
+    tl.store(out + at, wide.to(out.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +192,39 @@ def _linear_for_many(x: torch.Tensor, w: BlockFp8, out: torch.Tensor, adds: bool
     return out
 
 
+def widened(
+    w: BlockFp8,  # [E, halves · N, K]
+    halves: int,
+    dtype: torch.dtype,
+    unit: int,  # what begins a part is a multiple of it; a multiple of BLOCK
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(where it begins, [E, halves · columns, K]) for each part of the N columns of a product, the
+    same ones of each half. They share their memory: one is used up before the next is asked for."""
+    num_experts, num_columns, depth = w.shape
+    matrices = num_experts * halves
+    own = w.view(matrices, num_columns // halves, depth)
+    num_columns //= halves
+    most = max(1, _PART_ELEMENTS // (matrices * depth * unit)) * unit
+    parts = triton.cdiv(num_columns, most)
+    step = triton.cdiv(num_columns, parts * unit) * unit  # as even as they can be
+    shape = (matrices, min(step, num_columns), depth)
+    wide = torch.empty(shape, dtype=dtype, device=w.codes.device)
+    for begin in range(0, num_columns, step):
+        codes = own.codes[:, begin : begin + step]
+        scales = own.scales[:, begin // BLOCK : triton.cdiv(begin + step, BLOCK)]
+        part = dequantise(BlockFp8(codes, scales), wide)
+        yield begin, part.view(num_experts, -1, depth)
+
+
 def dequantise(w: BlockFp8, out: torch.Tensor) -> torch.Tensor:
-    """w [N, K] into the first N rows of out [.., K] contiguous, which are returned."""
-    num_rows, num_columns = w.shape
+    """w [N, K], or [M, N, K] each matrix of which is contiguous, into the first numbers of out
+    contiguous, which are returned in w's shape."""
+    num_rows, num_columns = w.shape[-2:]
+    codes = w.codes.view(-1, num_rows, num_columns)
+    scales = w.scales.view(-1, *w.scales.shape[-2:])
     rows = 32
-    _dequantise[(w.scales.shape[1], triton.cdiv(num_rows, rows))](
-        w.codes, w.scales, out, num_rows, num_columns, ROWS=rows, num_warps=4
-    )
-    return out[:num_rows]
+    _dequantise[(triton.cdiv(num_columns, BLOCK), triton.cdiv(num_rows, rows), len(codes))](
+        codes, scales, out, num_rows, num_columns, codes.stride(0), scales.stride(0),
+        ROWS=rows, num_warps=4,
+    )  # fmt: skip
+    return out.view(-1)[: codes.numel()].view(w.shape)

@@ -1,9 +1,12 @@
 """Routed experts as two grouped products. The specification is kernels.moe.
 
-A program computes one tile of one expert's pairs.
+A program computes one tile of one expert's pairs. Where they are many, weights in block fp8 are
+widened before, a part of every expert's columns at a time.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 import triton
@@ -11,7 +14,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.block_fp8 import BLOCK, BlockFp8, Weight
-from kernels.gpu.block_fp8 import widen
+from kernels.gpu.block_fp8 import widen, widened
 from kernels.gpu.groups import group, tile_of
 from kernels.gpu.moe_tiles import Tile, most_row_tiles, tiles_for
 
@@ -39,19 +42,20 @@ def _scaled_product(a, codes, scale, total, WEIGHTS_FIRST: tl.constexpr, DEQUANT
         return total + scale * own
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["column_tiles"])
 def _gate_up(
     x,  # [T, hidden]
     w13,  # [num_experts, 2 · inner, hidden]; where FP8 a descriptor of it, experts' rows in one
     scales,  # [num_experts, 2 · inner / _BLOCK, ceil(hidden / _BLOCK)]; read where FP8
     order,
     starts,
-    out,  # [num_pairs, inner], by expert
+    out,  # [num_pairs, inner] of rows out_stride apart, by expert
     num_experts,
     hidden,
     inner,
     top_k,
     x_stride,
+    out_stride,
     column_tiles,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -109,21 +113,22 @@ def _gate_up(
     mixed = (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty)
     if WEIGHTS_FIRST:
         mixed = tl.trans(mixed)
-    address = out + row[:, None].to(tl.int64) * inner + column[None, :]
+    address = out + row[:, None].to(tl.int64) * out_stride + column[None, :]
     tl.store(address, mixed, mask=(row < end)[:, None] & (column < inner)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["column_tiles"])
 def _down(
     mixed,  # [num_pairs, inner], by expert
     w2,  # [num_experts, hidden, inner]; where FP8 a descriptor of it, experts' rows in one
     scales,  # [num_experts, hidden / _BLOCK, ceil(inner / _BLOCK)]; read where FP8
     order,
     starts,
-    out,  # [num_pairs, hidden], as the pairs were given
+    out,  # [num_pairs, hidden] of rows out_stride apart, as the pairs were given
     num_experts,
     hidden,
     inner,
+    out_stride,
     column_tiles,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -174,7 +179,7 @@ def _down(
     if WEIGHTS_FIRST:
         result = tl.trans(result)
     pair = tl.load(order + row, mask=row < end, other=0).to(tl.int64)
-    address = out + pair[:, None] * hidden + column[None, :]
+    address = out + pair[:, None] * out_stride + column[None, :]
     tl.store(address, result, mask=(row < end)[:, None] & (column < hidden)[None, :])
 
 
@@ -221,7 +226,7 @@ def add_moe_(
     """out += (or, unless `adds`, =) moe(x, ...) + shared, summed in float32 and rounded once.
     The ids must be experts': nobody looks."""
     num_tokens, top_k = topk_ids.shape
-    num_experts, hidden, inner = w2.shape
+    num_experts, hidden, _ = w2.shape
     if num_tokens == 0:
         return out
     num_pairs = num_tokens * top_k
@@ -231,30 +236,68 @@ def add_moe_(
     else:
         gate_up, down = tiles
     order, starts = group(topk_ids, num_experts)
-    experts = triton.next_power_of_2(num_experts)
-    mixed = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
-    columns = triton.cdiv(inner, gate_up.columns)
-    _gate_up[(most_row_tiles(num_pairs, num_experts, gate_up) * columns,)](
-        x, *_operands(w13, gate_up), order, starts, mixed, num_experts, hidden, inner, top_k,
-        x.stride(0), columns,
-        EXPERTS=experts, EVEN=inner % gate_up.columns == 0 and hidden % gate_up.depth == 0,
-        FP8=isinstance(w13, BlockFp8),
-        **gate_up.constants,
-    )  # fmt: skip
-    parts = torch.empty((num_pairs, hidden), dtype=x.dtype, device=x.device)
-    columns = triton.cdiv(hidden, down.columns)
-    _down[(most_row_tiles(num_pairs, num_experts, down) * columns,)](
-        mixed, *_operands(w2, down), order, starts, parts, num_experts, hidden, inner, columns,
-        EXPERTS=experts, EVEN=hidden % down.columns == 0 and inner % down.depth == 0,
-        FP8=isinstance(w2, BlockFp8),
-        **down.constants,
-    )  # fmt: skip
+    mixed = _gated(x, w13, order, starts, top_k, gate_up)
+    parts = _downed(mixed, w2, order, starts, down)
     block = min(2048, triton.next_power_of_2(hidden))
     _combine[(num_tokens, triton.cdiv(hidden, block))](
         parts, topk_weights.contiguous(), out if shared is None else shared, out, hidden, top_k,
         HAS_SHARED=shared is not None, ADDS=adds, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _gated(
+    x: torch.Tensor,  # [T, H]
+    w13: Weight,  # [E, 2I, H]
+    order: torch.Tensor,  # [T · k]
+    starts: torch.Tensor,  # [E + 1]
+    top_k: int,
+    tile: Tile,
+) -> torch.Tensor:  # [T · k, I], by expert
+    num_pairs, (num_experts, _, hidden), inner = len(order), w13.shape, w13.shape[1] // 2
+    out = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
+    for begin, w in _parts(w13, 2, x.dtype, tile):
+        width = w.shape[1] // 2
+        columns = triton.cdiv(width, tile.columns)
+        _gate_up[(most_row_tiles(num_pairs, num_experts, tile) * columns,)](
+            x, *_operands(w, tile), order, starts, out[:, begin:], num_experts, hidden, width,
+            top_k, x.stride(0), inner, columns,
+            EXPERTS=triton.next_power_of_2(num_experts),
+            EVEN=width % tile.columns == 0 and hidden % tile.depth == 0,
+            FP8=isinstance(w, BlockFp8),
+            **tile.constants,
+        )  # fmt: skip
+    return out
+
+
+def _downed(
+    mixed: torch.Tensor,  # [T · k, I], by expert
+    w2: Weight,  # [E, H, I]
+    order: torch.Tensor,  # [T · k]
+    starts: torch.Tensor,  # [E + 1]
+    tile: Tile,
+) -> torch.Tensor:  # [T · k, H], as the pairs were given
+    num_pairs, (num_experts, hidden, inner) = len(order), w2.shape
+    out = torch.empty((num_pairs, hidden), dtype=mixed.dtype, device=mixed.device)
+    for begin, w in _parts(w2, 1, mixed.dtype, tile):
+        width = w.shape[1]
+        columns = triton.cdiv(width, tile.columns)
+        _down[(most_row_tiles(num_pairs, num_experts, tile) * columns,)](
+            mixed, *_operands(w, tile), order, starts, out[:, begin:], num_experts, width, inner,
+            hidden, columns,
+            EXPERTS=triton.next_power_of_2(num_experts),
+            EVEN=width % tile.columns == 0 and inner % tile.depth == 0,
+            FP8=isinstance(w, BlockFp8),
+            **tile.constants,
+        )  # fmt: skip
+    return out
+
+
+def _parts(w: Weight, halves: int, dtype: torch.dtype, tile: Tile) -> Iterable[tuple[int, Weight]]:
+    """Where each part's columns begin, and the part as its product takes it."""
+    if tile.widens and isinstance(w, BlockFp8):
+        return widened(w, halves, dtype, max(BLOCK, tile.columns))
+    return [(0, w)]
 
 
 def _operands(w: Weight, tile: Tile) -> tuple[torch.Tensor | TensorDescriptor, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import triton
@@ -21,6 +22,7 @@ class Tile:
     stages: int
     weights_first: bool  # the weights are the tensor cores' wide side, for few pairs an expert
     dequantises: bool = False  # weights in fp8 get their scales before the product, and rounded
+    widens: bool = False  # weights in fp8 are 16-bit ones before the product begins
 
     @property
     def constants(self) -> dict[str, int | bool]:
@@ -36,6 +38,20 @@ class Tile:
         }
 
 
+_MANY_PAIRS: Final = 96  # an expert, from which on the tensor cores are what is waited for
+# Three bytes of traffic a weight are a fifth of the products' time at twice as many pairs, and half
+# of it at half as many.
+_WIDENED_FROM: Final = 512
+WIDE: Final = (
+    Tile(128, 128, 64, 8, 4, False, widens=True),
+    Tile(128, 256, 64, 8, 4, False, widens=True),
+)
+# Weights come to the tensor cores by way of registers and shared memory: as their second side they
+# are waited for once a step, as the first after each instruction. The conversion of `up` is beside
+# the product of `gate`; of `down`, two programs share a processor.
+FP8_IN_KERNEL: Final = (Tile(128, 128, 64, 8, 4, False, dequantises=True),) * 2
+
+
 def most_row_tiles(num_pairs: int, num_experts: int, tile: Tile) -> int:
     """The most there can be: every expert's last tile may be all but empty."""
     return min(num_pairs, num_pairs // tile.rows + min(num_experts, num_pairs))
@@ -47,22 +63,13 @@ def tiles_for(
     if dtype == torch.float32:
         return (Tile(16, 32, 32, 4, 2, False),) * 2
     per_expert = num_pairs // num_experts
-    if weights == torch.float8_e4m3fn:
-        return _fp8_tiles(per_expert)
-    if per_expert >= 96:
-        return Tile(128, 128, 64, 8, 4, False), Tile(128, 256, 64, 8, 4, False)
+    is_fp8 = weights == torch.float8_e4m3fn
+    if is_fp8 and _MANY_PAIRS <= per_expert < _WIDENED_FROM:
+        return FP8_IN_KERNEL
+    if per_expert >= _MANY_PAIRS:
+        return WIDE  # also of plain weights, of which there is nothing to widen
+    stages = 4 if is_fp8 else 3
     if per_expert <= 8:
-        return Tile(16, 64, 128, 4, 3, True), Tile(16, 128, 128, 4, 3, True)
-    rows = min(64, triton.next_power_of_2(2 * per_expert))
-    return (Tile(rows, 64, 128, 4, 4 if rows < 64 else 3, True),) * 2
-
-
-def _fp8_tiles(per_expert: int) -> tuple[Tile, Tile]:
-    """Weights are the wide side for many pairs, too: registers, where they are widened, are where
-    tensor cores take that side from."""
-    if per_expert >= 96:
-        return (Tile(128, 128, 64, 8, 3, True, True),) * 2
-    if per_expert <= 8:
-        return Tile(16, 64, BLOCK, 4, 4, True), Tile(16, 128, BLOCK, 4, 4, True)
+        return Tile(16, 64, BLOCK, 4, stages, True), Tile(16, 128, BLOCK, 4, stages, True)
     rows = min(64, triton.next_power_of_2(2 * per_expert))
     return (Tile(rows, 64, BLOCK, 4, 4 if rows < 64 else 3, True),) * 2

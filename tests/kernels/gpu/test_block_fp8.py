@@ -38,7 +38,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.empty
 
     def poisoned(*shape, **options):  # type: ignore[no-untyped-def]
-        return plain(*shape, **options).fill_(torch.nan)
+        out = plain(*shape, **options)
+        return out.fill_(torch.nan) if out.is_floating_point() else out
 
     monkeypatch.setattr(block_fp8.torch, "empty", poisoned)
 
@@ -98,6 +99,21 @@ def test_dequantised(columns, depth, device) -> None:
     assert torch.equal(got, w.to(torch.float32)) and bool(out[columns:].isnan().all())
 
 
+@pytest.mark.parametrize("num_columns, begins", [(128, [0]), (512, [0]), (1152, [0, 512, 1024])])
+@pytest.mark.parametrize("halves", [1, 2])
+def test_widened_by_parts(num_columns, begins, halves, device, monkeypatch, poison) -> None:
+    """A part's columns are the same ones of each expert and half."""
+    monkeypatch.setattr(block_fp8, "_PART_ELEMENTS", 3 * halves * 512 * 144)
+    w = draw(3, halves * num_columns, 144, device=device)
+    want = w.to(torch.float16).view(3, halves, num_columns, 144)
+    found = []
+    for begin, part in block_fp8.widened(w, halves, torch.float16, 256):
+        own = want[:, :, begin : begin + 512]
+        assert torch.equal(part, own.reshape(3, -1, 144))
+        found.append(begin)
+    assert found == begins
+
+
 @pytest.mark.parametrize("num_rows", [1, 16, 40, 128, 256])
 @pytest.mark.parametrize("columns, num_blocks", [(2240, 56), (24576, 12), (7168, 128), (64, 1)])
 def test_every_split_has_blocks(num_rows, columns, num_blocks, device) -> None:
@@ -111,6 +127,9 @@ TILES = {
     "exact, halves of blocks": Tile(16, 64, 64, 4, 2, True),
     "rounded": Tile(16, 64, 64, 4, 2, True, True),
     "rows first": Tile(16, 64, 64, 4, 2, False),
+    "rounded, rows first": Tile(16, 64, 64, 4, 2, False, True),
+    "widened": Tile(16, 64, 64, 4, 2, False, widens=True),
+    "widened, columns past the last": Tile(16, 256, 64, 4, 2, True, widens=True),
 }
 
 
@@ -118,8 +137,9 @@ CASES = [*product(DTYPES, TILES.values()), (torch.float32, None)]
 
 
 @pytest.mark.parametrize("dtype, tile", CASES, ids=str)
-@pytest.mark.parametrize("hidden, inner", [(256, 128), (144, 256)])
-def test_experts(dtype, tile, hidden, inner, device) -> None:
+@pytest.mark.parametrize("hidden, inner", [(256, 128), (144, 256), (384, 384)])
+def test_experts(dtype, tile, hidden, inner, device, monkeypatch, poison) -> None:
+    monkeypatch.setattr(block_fp8, "_PART_ELEMENTS", 1)  # parts of as few columns as there can be
     tokens, experts, top_k = 9, 3, 2
     w13 = draw(experts, 2 * inner, hidden, device=device)
     # Experts' rows that end within a block are dequantised on loading.
