@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.gpu.kth import NOTHING, key_of, kth, number, shared_counts
-from kernels.gpu.pieces import fours, places, places_of_warps, quarters, read, spread, store
+from kernels.gpu.pieces import fours, places, quarters, read, spread, store
 
 
 @triton.jit
@@ -22,21 +22,17 @@ def parts(pair):
 
 
 @triton.jit
-def _reach(a, b, c, d, least):
-    """How many of each four do."""
-    ones = tl.where(a >= least, 1.0, 0.0) + tl.where(b >= least, 1.0, 0.0)
-    ones += tl.where(c >= least, 1.0, 0.0) + tl.where(d >= least, 1.0, 0.0)
-    return ones.to(tl.int32)
-
-
-@triton.jit
-def _keep(to, x, position, least, place, CAP: tl.constexpr):
-    """Store the pairs of those that reach `least`. Where there are too many, the last four places
-    are taken by all."""
+def _keep(to, x, position, least, num, CAP: tl.constexpr):
+    """Add the pairs of those of a piece that reach `least` to the `num` before them. Where there
+    are too many, the last four are taken by all."""
     a, b, c, d = quarters(x)
     i, j, m, p = a >= least, b >= least, c >= least, d >= least
+    own = tl.where(i, 1.0, 0.0) + tl.where(j, 1.0, 0.0)
+    own += tl.where(m, 1.0, 0.0) + tl.where(p, 1.0, 0.0)
+    place, more = places(own.to(tl.int32))
     a, b, c, d = quarters(_pair(x, position))
-    store(to, a, b, c, d, i, j, m, p, tl.minimum(place, CAP - 4))
+    store(to, a, b, c, d, i, j, m, p, tl.minimum(place + num, CAP - 4))
+    return num + more
 
 
 @triton.jit
@@ -67,6 +63,7 @@ def sieve(
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
     SAMPLE_ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     span = tl.program_id(1)
@@ -75,53 +72,32 @@ def sieve(
         return
     source = scores + row * score_stride
     sample: tl.constexpr = SAMPLE_ROWS * WARPS * 128
-    seen_at = 4 * spread(fours(SAMPLE_ROWS, WARPS) // 4, n // 4, sample // 4)
-    seen = tl.load(source + tl.multiple_of(seen_at, [1, 1, 1, 4]) + tl.arange(0, 4))
+    at = spread(fours(SAMPLE_ROWS, WARPS) + tl.arange(0, 4), n, sample)
+    x = tl.load(source + at)
     # The k best, and as many as there is room for, have this many in the sample, give or take the
-    # root, or more than the root, as neighbours are alike. Halfway between the roots, a miss of
-    # either is as unlikely.
+    # root. Halfway between the roots, a miss of either is as unlikely.
     expected = k.to(tl.float32) * sample / n.to(tl.float32)
     most = CAP * sample / n.to(tl.float32)
     root = (tl.sqrt(expected) + tl.sqrt(most)) * 0.5
-    rank = tl.minimum(root * root, expected + 7.5 * tl.sqrt(expected) + 5.0).to(tl.int32)
+    rank = tl.minimum(root * root, expected + 5.0 * tl.sqrt(expected) + 5.0).to(tl.int32)
     least = (n * 0).to(tl.uint32)
     if rank < sample:
         shared = shared_counts(n * 0)
         size = rank * 0 + sample
-        least, _, _ = kth(
-            shared, key_of(seen), source, seen_at, size, rank, rank // 16, IS_LONG=False
-        )
+        least, _, _ = kth(shared, key_of(x), source, at, size, rank, rank // 16, IS_LONG=False)
     t = number(tl.maximum(least, NOTHING + 1))
-    share = tl.cdiv(tl.cdiv(n, SPANS), 4) * 4
+    to = kept + (row * SPANS + span) * CAP
+    piece: tl.constexpr = ROWS * WARPS * 128
+    share = tl.cdiv(tl.cdiv(n, SPANS), piece) * piece
     begin = span * share
     end = tl.maximum(tl.minimum(begin + share, n), begin)
-    to = kept + (row * SPANS + span) * CAP
-    # Each warp counts, then keeps what a stretch of its own has, and waits for none.
-    stretch = (end - begin) // (ROWS * WARPS * 128) * (ROWS * 128)
-    own_at = fours(ROWS, 1) + tl.arange(0, WARPS)[None, :, None, None] * stretch
-    own_at = tl.multiple_of(begin + own_at, [1, 1, 1, 4]) + tl.arange(0, 4)
-    counted = tl.zeros([WARPS, 32], tl.float32)
-    for first in range(0, stretch, ROWS * 128):
-        ones = tl.where(tl.load(source + first + own_at) >= t, 1.0, 0.0)
-        counted += tl.sum(tl.sum(ones, axis=3), axis=0)
-    counts_of = tl.sum(counted.to(tl.int32), axis=1)
-    upto = tl.cumsum(counts_of, axis=0)
-    place = (upto - counts_of)[None, :, None]
-    num = tl.max(upto)
-    for first in range(0, stretch, ROWS * 128):
-        x = tl.load(source + first + own_at)
-        a, b, c, d = quarters(x)
-        before, more = places_of_warps(_reach(a, b, c, d, t))
-        _keep(to, x, first + own_at, t, place + before, CAP)
-        place += more
-    begin += stretch * WARPS
-    if begin < end:
-        at = begin + fours(ROWS, WARPS)
-        x = read(source, at, end)
-        a, b, c, d = quarters(x)
-        before, more = places(_reach(a, b, c, d, t))
-        _keep(to, x, at + tl.arange(0, 4), t, num + before, CAP)
-        num += more
+    whole = begin + (end - begin) // piece * piece
+    num = n * 0
+    at = fours(ROWS, WARPS) + tl.arange(0, 4)
+    for first in tl.range(begin, whole, piece, num_stages=STAGES):
+        num = _keep(to, tl.load(source + first + at), first + at, t, num, CAP)
+    if whole < end:
+        num = _keep(to, read(source, whole + fours(ROWS, WARPS), end), whole + at, t, num, CAP)
     # Up to whole fours: nothing.
     behind = num + tl.arange(0, 4)
     nothing = _pair(tl.full([4], float("-inf"), tl.float32), behind)

@@ -135,15 +135,16 @@ class Tile:
     sieve_warps: int
     sieve_registers: int
     sample_rows: int  # what the sieve looks at first
+    stages: int = 3  # pieces that are on their way or sieved at a time
 
 
 def tile_for(num_rows: int, width: int) -> Tile:
-    """What is fast on a card of some 130 multiprocessors. Of a long row's scores the best are
-    seldom in a small sample."""
-    sample_rows = 2 if width <= 1 << 16 else 4 if width <= 1 << 18 else 8
+    """What is fast on a card of some 130 multiprocessors. Of a million scores, the best thousands
+    are seldom in a small sample."""
+    wide = 1 if width <= 1 << 18 else 2
     if num_rows > 128:
-        return Tile(8, 8, 128, 1, 4, 8, 64, sample_rows)
-    return Tile(4, 16, 96, 2 if num_rows > 32 else 8, 4, 8, 64, sample_rows)
+        return Tile(8, 8, 128, 1, 4, 8, 64, 4 * wide)
+    return Tile(4, 16, 96, 2 if num_rows > 32 else 8, 4, 8, 64, 2 * wide)
 
 
 def _piece(tile: Tile, width: int, k: int) -> tuple[int, int]:
@@ -179,7 +180,7 @@ def select(
     num_rows, width = scores.shape
     if num_rows == 0:
         return
-    if scores.stride(0) % 4 or scores.stride(0) < width:
+    if scores.stride(0) % 16 or scores.stride(0) < width or scores.data_ptr() % 16:
         scores = functional.pad(scores, (0, -width % 16))
     tile = tile or tile_for(num_rows, width)
     rows, warps = _piece(tile, width, k)
@@ -191,7 +192,7 @@ def select(
         sieve[(num_rows, spans)](
             scores, counts, kept, kept_counts, k, scores.stride(0), CAP=cap,
             SPANS=spans, ROWS=tile.sieve_rows, WARPS=tile.sieve_warps,
-            SAMPLE_ROWS=tile.sample_rows,
+            SAMPLE_ROWS=tile.sample_rows, STAGES=tile.stages,
             num_warps=tile.sieve_warps, maxnreg=tile.sieve_registers,
         )  # fmt: skip
     _choose[(num_rows,)](
