@@ -143,7 +143,8 @@ def tile_for(num_rows: int, width: int) -> Tile:
     are seldom in a small sample."""
     wide = 1 if width <= 1 << 18 else 2
     if num_rows > 128:
-        return Tile(8, 8, 128, 1, 4, 8, 64, 4 * wide)
+        rows, registers = (4, 80) if 8192 < width <= 1 << 16 else (8, 128)
+        return Tile(rows, 8, registers, 1, 4, 8, 64, 4 * wide)
     return Tile(4, 16, 96, 2 if num_rows > 32 else 8, 4, 8, 64, 2 * wide)
 
 
