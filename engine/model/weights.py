@@ -159,6 +159,7 @@ class Checkpoint:
         if isinstance(out, BlockFp8):
             out.codes.copy_(self._read(name))
             self.fill(out.scales, self._scale_name(name))
+            self._check_scales(name, out.scales)
         elif kind == _FP8:
             self._dequantise(name, out)
         elif kind in _FLOATS:
@@ -175,6 +176,7 @@ class Checkpoint:
         weight = self._read(name).to(self.device)
         grid = (math.ceil(weight.shape[0] / rows), math.ceil(weight.shape[1] / columns))
         scale = self.get(self._scale_name(name), grid, torch.float32)
+        self._check_scales(name, scale)
         # One row of blocks at a time: the float32 product of a whole weight is never held.
         for i in range(grid[0]):
             begin, end = i * rows, min((i + 1) * rows, weight.shape[0])
@@ -189,6 +191,16 @@ class Checkpoint:
                 f"{scale_name!r} is missing"
             )
         return scale_name
+
+    def _check_scales(self, name: str, scales: torch.Tensor) -> None:
+        """Every answer of a model would be NaN for one that is no number."""
+        wrong = (~scales.isfinite()).nonzero()
+        if len(wrong):
+            at = wrong[0].tolist()
+            raise WeightError(
+                f"tensor {self._scale_name(name)!r} in {self._file_of[name]} has "
+                f"{scales[tuple(at)].item()} at {at}, expected finite scales"
+            )
 
     def _block_size(self) -> tuple[int, int]:
         if self._block is None:

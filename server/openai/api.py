@@ -70,7 +70,8 @@ class Api:
 def system_fingerprint(capabilities: Capabilities) -> str | None:
     """Equal while the same seed says the same; None where nothing tells the weights."""
     model = capabilities.model_id
-    return f"fp_{model.fingerprint}_{model.dtype}" if model.fingerprint else None
+    kind = model.dtype.replace(" and ", "_")  # where some weights are held in another
+    return f"fp_{model.fingerprint}_{kind}" if model.fingerprint else None
 
 
 def from_engine(error: EngineError) -> APIError:

@@ -128,6 +128,22 @@ def test_fp8_is_dequantised(tmp_path: Path, shape: tuple[int, int]) -> None:
         assert checkpoint.unused == frozenset()
 
 
+@pytest.mark.parametrize("keeps_fp8", [False, True])
+@pytest.mark.parametrize("scale", [torch.nan, torch.inf])
+def test_fp8_needs_scales_that_are_numbers(tmp_path: Path, scale: float, keeps_fp8: bool) -> None:
+    scales = torch.tensor([[1.0, scale]])
+    codes = torch.ones(128, 144).to(torch.float8_e4m3fn)
+    save_file({"w": codes, "w_scale_inv": scales}, tmp_path / SINGLE)
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = rf"'w_scale_inv' in .* has {scale} at \[0, 1\], expected finite scales"
+    with (
+        Checkpoint(tmp_path, "cpu", torch.bfloat16, keeps_fp8=keeps_fp8) as checkpoint,
+        pytest.raises(WeightError, match=told),
+    ):
+        checkpoint.weight([("w", 128)], 144)
+
+
 def test_fp8_needs_its_scale(tmp_path: Path) -> None:
     save_fp8(tmp_path, (128, 128), [128, 128], scaled=False)
     with open_cpu(tmp_path) as checkpoint, pytest.raises(WeightError, match=r"w\.weight_scale_inv"):
