@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from engine.capacity import CapacityError
-from engine.runner import Runner
 from kernels.attention import attend, merge
 from kernels.index_logits import index_logits
 from kernels.topk import exact_topk
 from tests.engine.client import Client
+from tests.gpu.waits import never_waits
 from tests.tiny import save_dsa, save_llama, save_mla
 
 OPTIONS = {"max_total_tokens": 64 * 8, "chunked_prefill_size": 37, "max_running_requests": 16}
@@ -52,20 +52,6 @@ def test_float32_answers_equal_those_of_the_cpu(folder, cpu_answers, cuda_graphs
     gpu = answers(Client(folder, device="cuda", cuda_graphs=cuda_graphs, **OPTIONS))
     different = [rid for rid in cpu_answers if cpu_answers[rid] != gpu[rid]]
     assert not different
-
-
-def never_waits(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """From here on this part of a step fails where it waits for the device."""
-    compute = getattr(Runner, step)
-
-    def strict(*args):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return compute(*args)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(Runner, step, strict)
 
 
 @pytest.mark.parametrize("step", ["_forward_all", "_decode"])

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from engine.runner import Runner
 from kernels import moe
 from kernels.block_fp8 import BlockFp8
 from kernels.dispatch import keeps_block_fp8
 from kernels.linear import add_linear_, linear
 from tests.engine.client import Client
+from tests.gpu.waits import never_waits
 from tests.tiny import save_dsa_fp8
 
 pytestmark = pytest.mark.skipif(
@@ -70,15 +70,6 @@ def test_experts(tokens: int) -> None:
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_an_engine_serves_and_nothing_waits(tmp_path, monkeypatch, cuda_graphs) -> None:
-    compute = Runner._forward_all
-
-    def strict(*args):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return compute(*args)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
     folder = save_dsa_fp8(tmp_path)
     options = {"max_total_tokens": 64 * 32, "chunked_prefill_size": 300}
     answers = {}
@@ -89,7 +80,7 @@ def test_an_engine_serves_and_nothing_waits(tmp_path, monkeypatch, cuda_graphs) 
         )  # fmt: skip
         assert client.engine.model_id.dtype.endswith("fp8_e4m3") == (quantization == "auto")
         with monkeypatch.context() as patch:
-            patch.setattr(Runner, "_forward_all", strict)
+            never_waits(patch, "_forward_all")
             for i, length in enumerate((5, 70, 299, 400)):
                 prompt = [3 + (11 * i + 7 * at * at) % 196 for at in range(length)]
                 client.submit(f"r{i}", prompt, max_tokens=8, temperature=0.0, logprobs=1)
