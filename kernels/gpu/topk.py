@@ -148,20 +148,19 @@ def tile_for(num_rows: int, width: int) -> Tile:
     return Tile(4, 16, 96, 2 if num_rows > 32 else 8, 4, 8, 64, 2 * wide)
 
 
-def _piece(tile: Tile, width: int, k: int) -> tuple[int, int]:
-    """Its rows and warps: twice as many elements as are chosen."""
+def _cut(tile: Tile, width: int, k: int) -> tuple[int, int, int]:
+    """Rows and warps of the piece that is chosen from, which has twice as many elements as are
+    chosen; spans of the sieve before it, 0 where all of a row fits."""
     rows, warps = tile.rows, tile.warps
     while rows * warps * 128 < min(2 * k, width):
         rows, warps = (rows, warps * 2) if warps < 32 else (rows * 2, warps)
-    return rows, warps
+    return rows, warps, tile.spans if width > rows * warps * 128 else 0
 
 
 def kept_bytes(num_rows: int, width: int, k: int) -> int:
     """Of memory that `select` takes for each of so many rows."""
-    tile = tile_for(num_rows, width)
-    rows, warps = _piece(tile, width, k)
-    cap = rows * warps * 128
-    return 8 * tile.spans * cap if width > cap else 0
+    rows, warps, spans = _cut(tile_for(num_rows, width), width, k)
+    return 8 * spans * rows * warps * 128
 
 
 def select(
@@ -184,9 +183,8 @@ def select(
     if scores.stride(0) % 16 or scores.stride(0) < width or scores.data_ptr() % 16:
         scores = functional.pad(scores, (0, -width % 16))
     tile = tile or tile_for(num_rows, width)
-    rows, warps = _piece(tile, width, k)
+    rows, warps, spans = _cut(tile, width, k)
     cap = rows * warps * 128
-    spans = tile.spans if width > cap else 0
     kept = torch.empty((num_rows, spans, cap), dtype=torch.int64, device=scores.device)
     kept_counts = kept.new_empty((num_rows, spans), dtype=torch.int32)
     if spans:
