@@ -35,7 +35,7 @@ def gpu_kernels(*tensors: Tensor) -> bool:
     one CUDA device that it works on, numbers in 16 or 32 bits. A port that has to decline for
     another reason, a shape say, calls `fall_back`."""
     device = tensors[0].device
-    if device.type != "cuda" or not _triton_compiles(device.index or 0):
+    if not _has_triton(device):
         return False
     fits = (
         t.device == device and (t.dtype in STORED or not t.is_floating_point()) for t in tensors
@@ -47,7 +47,7 @@ def gpu_kernels(*tensors: Tensor) -> bool:
 def keeps_block_fp8(device: torch.device) -> bool:
     """Whether kernels.gpu multiplies with weights in block fp8 there: tiles are copied by their
     descriptors, into more shared memory than cards outside these generations have."""
-    if device.type != "cuda" or not _triton_compiles(device.index or 0):
+    if not _has_triton(device):
         return False
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
@@ -61,7 +61,7 @@ def fall_back(kernel: str, why: str) -> None:
 def compiling_ahead(device: torch.device) -> AbstractContextManager[None] | None:
     """In it, calls of the GPU's kernels on this device compile them, all at once, and compute
     nothing. None: nothing is compiled for this device on its first call."""
-    if device.type != "cuda" or not _triton_compiles(device.index or 0):
+    if not _has_triton(device):
         return None
     from kernels.gpu.ahead import compiling
 
@@ -73,11 +73,15 @@ def describe(device: torch.device) -> str:
     if device.type == "cuda":
         index = device.index or 0
         card = torch.cuda.get_device_name(index)
-        if _triton_compiles(index):
+        if _has_triton(device):
             return f"Triton {importlib.metadata.version('triton')} on {card}"
         major, minor = torch.cuda.get_device_capability(index)
         return f"torch on {card}: Triton is absent or the card (sm_{major}{minor}) older than sm_80"
     return "torch: numba is absent" if numba_kernels() is None else "numba"
+
+
+def _has_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and _triton_compiles(device.index or 0)
 
 
 @functools.cache
