@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
 from itertools import product, starmap
@@ -40,7 +40,7 @@ from kernels.gpu import (
     swiglu,
 )
 from kernels.gpu.card import card_of
-from kernels.gpu.topk import select, tile_for
+from kernels.gpu.topk import Tile, select, tile_for
 from kernels.index_logits import index_logits as scores_of
 from kernels.moe import moe_reference
 from kernels.sampling import Draw, mix
@@ -282,19 +282,21 @@ def tiles() -> None:
 
 
 def topk_tiles() -> None:
-    """The same for the top-k, beside what kernels.gpu.topk takes by itself: other pieces to choose
-    from, then other sieves before the usual one."""
+    """The same for the top-k, beside what kernels.gpu.topk takes by itself, which may be others
+    for what is kept of a row than for the row."""
+    cuts = (
+        (8, 8, 64),
+        (8, 8, 80),
+        (4, 16, 48),
+        (8, 16, 64),
+        (4, 32, 64),
+        (8, 32, 64),
+        (16, 16, 128),
+    )
     for num, length in VLLM_TOPK:
         usual = tile_for(num, length)
-        pieces = ((8, 8, 128), (8, 8, 80), (4, 16, 64), (4, 16, 40), (4, 8, 80))
-        cuts = [replace(usual, rows=r, warps=w, registers=n) for r, w, n in pieces]
-        if length > 8192:
-            sieves = ((4, 8, 64), (4, 16, 64), (8, 8, 128), (2, 8, 40), (4, 4, 64))
-            names = ("sieve_rows", "sieve_warps", "sieve_registers")
-            cuts += [replace(usual, **dict(zip(names, sieve, strict=True))) for sieve in sieves]
-            cuts += [replace(usual, spans=s) for s in ((4, 16) if num < 4096 else (2,))]
-            cuts.append(replace(usual, sample_rows=usual.sample_rows // 2))
-        _fastest(f"top-k, {num} x {length // 1024}k", usual, cuts, _topk_calls(num, length))
+        what = f"top-k, {num} x {length // 1024}k"
+        _fastest(what, usual, starmap(Tile, cuts), _topk_calls(num, length))
 
 
 def _fastest(

@@ -1,9 +1,9 @@
 """The k-th best of a row of float32 scores, by its digits: how many elements have each value of the
-highest ten bits, then, of those that share the k-th's, of the next eleven, and of the last.
+highest eight bits, then, of those that share the k-th's, of the next eight, and so on.
 
 Triton's language has no memory that a program's threads share. So the counts are in an array of
-their own, which a few lines of PTX declare, add to and read; Triton's interpreter, which runs none,
-counts with numpy.
+their own, which a few lines of PTX declare, add to and search; Triton's interpreter, which runs
+none, counts with numpy.
 """
 
 from __future__ import annotations
@@ -13,23 +13,83 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from kernels.gpu.pieces import read
-
 NOTHING = tl.constexpr(0x007FFFFF)  # the key of -inf, which is never chosen
-_NUM_BINS: Final = 2048  # a digit has eleven bits
+_NUM_BINS: Final = 256  # a digit has eight bits
 _BINS = tl.constexpr(_NUM_BINS)
+_DIGITS = tl.constexpr(4)
 _ON_CARD = tl.constexpr(not triton.knobs.runtime.interpret)
-_FOUND = tl.constexpr(4 * _NUM_BINS + 16)  # where, behind the counts, what was found is
+_DIGIT_BYTES = tl.constexpr(4 * _NUM_BINS + 16)  # a digit's counts, and one of those with none
+_WARPS_AT = tl.constexpr(4 * (4 * _NUM_BINS + 16))  # behind them, a number of each warp, twice
 _SHARE = tl.constexpr(
-    f"{{ .shared .align 16 .b32 counts[{_NUM_BINS + 8}]; mov.u32 $0, counts; add.u32 $0, $0, $1; }}"
+    "{ .shared .align 16 .b32 shared[2048]; mov.u32 $0, shared; add.u32 $0, $0, $1; }"
 )
-_ADD_ONE = tl.constexpr("red.shared.add.u32 [$1], 1; mov.u32 $0, 0;")
-_STORE = tl.constexpr("{ st.shared.v4.u32 [$1], {$2, $2, $2, $2}; mov.u32 $0, 0; }")
-_STORE_IF = tl.constexpr(
-    "{ .reg .pred p; setp.ne.u32 p, $5, 0; @p st.shared.v4.u32 [$1], {$2, $3, $4, $4};"
-    " mov.u32 $0, 0; }"
+_STORE = tl.constexpr("{ st.shared.u32 [$1], $2; mov.u32 $0, 0; }")
+_NONE = tl.constexpr("{ st.shared.v4.u32 [$1], {$2, $2, $2, $2}; mov.u32 $0, 0; }")
+
+
+def _add_ones(shift: int) -> str:
+    """For the digits at `shift` of four keys, $4 to $7, of which those that are counted share with
+    $8 what is above. Together, for keys fill the registers. Where few are counted, most fours are
+    passed over."""
+    keys = [f"t{i}" for i in range(4)]
+    text = f"{{ .reg .pred p; .reg .b32 {', '.join(keys)}; "
+    for i, t in enumerate(keys):
+        text += f"sub.u32 {t}, ${4 + i}, $8; " if shift < 24 else f"mov.u32 {t}, ${4 + i}; "
+    if shift < 16:
+        text += f"setp.lt.u32 p, t0, {_NUM_BINS << shift}; "
+        text += "".join(f"setp.lt.or.u32 p, {t}, {_NUM_BINS << shift}, p; " for t in keys[1:])
+        text += "@!p bra none; "
+    for t in keys:
+        text += f"shr.u32 {t}, {t}, {shift}; "
+        text += f"min.u32 {t}, {t}, {_NUM_BINS}; " if shift < 24 else ""
+        text += f"mad.lo.u32 {t}, {t}, 4, $12; red.shared.add.u32 [{t}], 1; "
+    return text + "none: " + "".join(f"mov.u32 ${i}, 0; " for i in range(4)) + "}"
+
+
+_FIRST, _SECOND, _THIRD, _LAST = (tl.constexpr(_add_ones(shift)) for shift in (24, 16, 8, 0))
+_FOURS = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 12))
+_UPTO = "".join(  # the sum of `upto` of this lane and of those before it
+    f"shfl.sync.up.b32 t|p, upto, {lanes}, 0, -1; @p add.u32 upto, upto, t; "
+    for lanes in (1, 2, 4, 8, 16)
 )
-_LOAD = tl.constexpr("ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];")
+_BEFORE = tl.constexpr(
+    "{ .reg .pred p; .reg .b32 t, own, upto; mov.u32 t, %laneid; mad.lo.u32 t, t, 4, $1;"
+    f" ld.shared.u32 own, [t]; mov.u32 upto, own; {_UPTO}"
+    " sub.u32 upto, upto, own; shfl.sync.idx.b32 $0, upto, $2, 31, -1; }"
+)
+_TOTAL = tl.constexpr(
+    "{ .reg .pred p; .reg .b32 t, own; mov.u32 own, 0; mov.u32 t, %laneid; setp.lt.u32 p, t, $2;"
+    " mad.lo.u32 t, t, 4, $1; @p ld.shared.u32 own, [t]; redux.sync.add.s32 $0, own, -1; }"
+)
+
+
+def _search() -> str:
+    """In every warp alike: each lane has eight bins, the first lane the highest. One lane's reach
+    the k-th; it walks through its own, and tells the others."""
+    bins = [f"c{i}" for i in range(8)]
+    walk = "".join(
+        f"setp.lt.u32 p, reach, $4; @p mov.u32 over, reach; @p add.u32 reach, reach, {c};"
+        " @p sub.u32 digit, digit, 1; "
+        for c in bins[6::-1]
+    )
+    found = zip(("$0", "$1", "$2"), ("digit", "reach", "over"), strict=True)
+    return (
+        "{ .reg .pred p, q;"
+        f" .reg .b32 lane, at, t, sum, upto, over, reach, digit, {', '.join(bins)};"
+        " mov.u32 lane, %laneid; xor.b32 lane, lane, 31; mad.lo.u32 at, lane, 32, $3;"
+        " ld.shared.v4.u32 {c0, c1, c2, c3}, [at]; ld.shared.v4.u32 {c4, c5, c6, c7}, [at + 16];"
+        " add.u32 sum, c0, c1; add.u32 t, c2, c3; add.u32 sum, sum, t; add.u32 t, c4, c5;"
+        " add.u32 sum, sum, t; add.u32 t, c6, c7; add.u32 sum, sum, t; mov.u32 upto, sum;"
+        f" {_UPTO} add.u32 upto, upto, $5; sub.u32 over, upto, sum;"
+        " setp.lt.u32 p, over, $4; setp.ge.and.u32 q, upto, $4, p; add.u32 reach, over, c7;"
+        f" mad.lo.u32 digit, lane, 8, 7; {walk}"
+        "vote.sync.ballot.b32 t, q, -1; bfind.u32 t, t; "
+        + "".join(f"shfl.sync.idx.b32 {to}, {of}, t, 31, -1; " for to, of in found)
+        + "}"
+    )
+
+
+_SEARCH = tl.constexpr(_search())
 
 
 @triton.jit
@@ -40,15 +100,8 @@ def key_of(x):
 
 
 @triton.jit
-def number(key):
-    """The float32 of a key."""
-    bits = key.to(tl.int32, bitcast=True)
-    return (bits ^ (~(bits >> 31) | -(2**31))).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def shared_counts(zero):
-    """Where a program's counts are, once in a kernel; `zero` is a scalar 0."""
+def shared_memory(zero):
+    """Where a program's shared memory is, once in a kernel. `zero` is a scalar."""
     if _ON_CARD:
         return tl.inline_asm_elementwise(_SHARE, "=r,r", [zero], tl.int32, is_pure=False, pack=1)
     else:
@@ -56,103 +109,70 @@ def shared_counts(zero):
 
 
 @triton.jit
-def _no_counts(shared):
+def no_counts(shared):
+    """Begin to count."""
     if _ON_CARD:
-        four = shared + tl.arange(0, _BINS // 4) * 16
-        tl.inline_asm_elementwise(
-            _STORE, "=r,r,r", [four, four * 0], tl.int32, is_pure=False, pack=1
-        )
+        four = shared + tl.arange(0, 512) * 16
+        args = [four, four * 0]
+        tl.inline_asm_elementwise(_NONE, "=r,r,r", args, tl.int32, is_pure=False, pack=1)
         tl.debug_barrier()
-        return shared
-    else:
-        return tl.zeros([2 * _BINS], tl.int32)
 
 
 @triton.jit
-def _count(counts, key, low, SHIFT: tl.constexpr):
-    """Count the digits at SHIFT of those that share what is above it with `low`. The others' are
-    too large: they are counted behind the last."""
-    digit = tl.minimum((key - low) >> SHIFT, _BINS).to(tl.int32)
+def before_warps(shared, num, TIME: tl.constexpr):
+    """The sum of the numbers [1, WARPS, 1] of the warps before each, and of all. TIME: 0 to 2, not
+    the same for two in a row."""
     if _ON_CARD:
-        tl.inline_asm_elementwise(
-            _ADD_ONE, "=r,r", [counts + digit * 4], tl.int32, is_pure=False, pack=1
-        )
-        return counts
-    else:
-        return counts + tl.histogram(tl.ravel(digit), 2 * _BINS)
-
-
-@triton.jit
-def _counted(counts):
-    """How many there are of each digit, four digits side by side: four tensors."""
-    if _ON_CARD:
+        warps = tl.arange(0, num.numel)[None, :, None]
+        numbers = shared + (_WARPS_AT + TIME * 128)
+        args = [numbers + warps * 4, num]
+        tl.inline_asm_elementwise(_STORE, "=r,r,r", args, tl.int32, is_pure=False, pack=1)
         tl.debug_barrier()
-        four = counts + tl.arange(0, _BINS // 4) * 16
-        types: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
-        return tl.inline_asm_elementwise(
-            _LOAD, "=r,=r,=r,=r,r", [four], types, is_pure=False, pack=1
+        before = tl.inline_asm_elementwise(
+            _BEFORE, "=r,r,r", [numbers, warps], tl.int32, is_pure=False, pack=1
         )
+        total = tl.inline_asm_elementwise(
+            _TOTAL, "=r,r,r", [numbers, num.numel], tl.int32, is_pure=False, pack=1
+        )
+        return before, total
     else:
-        own, _ = tl.split(tl.trans(tl.reshape(counts, [2, _BINS])))
-        even, odd = tl.split(tl.reshape(own, [_BINS // 4, 2, 2]))
-        a, c = tl.split(even)
-        b, d = tl.split(odd)
-        return a, b, c, d
+        return tl.cumsum(num, axis=1) - num, tl.sum(num)
 
 
 @triton.jit
-def _only(shared, a, b, c, is_it):
-    """The elements of three tensors where the one `is_it` is."""
-    if _ON_CARD:
-        found = shared + _FOUND
-        args = [found + a * 0, a, b, c, is_it.to(tl.int32)]
-        tl.inline_asm_elementwise(_STORE_IF, "=r,r,r,r,r,r", args, tl.int32, is_pure=False, pack=1)
-        tl.debug_barrier()
-        types: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
-        x, y, z, _ = tl.inline_asm_elementwise(
-            _LOAD, "=r,=r,=r,=r,r", [found], types, is_pure=False, pack=1
-        )
-        return x, y, z
-    else:
-        x, y, z = tl.where(is_it, a, 0), tl.where(is_it, b, 0), tl.where(is_it, c, 0)
-        return tl.sum(x), tl.sum(y), tl.sum(z)
-
-
-@triton.jit
-def _narrow(
-    shared, key, source, at, n, k, low, above, IS_LONG: tl.constexpr, SHIFT: tl.constexpr
-):  # fmt: skip
+def _narrow(shared, key, k, low, above, ADD_ONES: tl.constexpr, SHIFT: tl.constexpr):
     """`low` with the k-th's digit at SHIFT, how many reach that, and how many exceed it there."""
-    counts = _no_counts(shared)
-    if IS_LONG:
-        for first in range(0, n, key.numel):
-            counts = _count(counts, key_of(read(source, first + at, n)), low, SHIFT)
+    if _ON_CARD:
+        counts = shared + SHIFT // 8 * _DIGIT_BYTES
+        args = [key, low, counts]
+        tl.inline_asm_elementwise(ADD_ONES, _FOURS, args, tl.int32, is_pure=False, pack=4)
+        tl.debug_barrier()
+        types: tl.constexpr = (tl.int32, tl.int32, tl.int32)
+        digit, reach, above = tl.inline_asm_elementwise(
+            _SEARCH, "=r,=r,=r,r,r,r", [counts, k, above], types, is_pure=False, pack=1
+        )
     else:
-        counts = _count(counts, key, low, SHIFT)
-    a, b, c, d = _counted(counts)
-    num = (a + b) + (c + d)
-    reach_a = above + tl.cumsum(num, axis=0, reverse=True)
-    over = reach_a - num
-    reach_d = over + d
-    reach_c = reach_d + c
-    reach_b = reach_c + b
-    is_b, is_c, is_d = reach_b >= k, reach_c >= k, reach_d >= k
-    digit = tl.arange(0, num.numel) * 4 + is_b.to(tl.int32) + is_c.to(tl.int32) + is_d.to(tl.int32)
-    reach = tl.where(is_d, reach_d, tl.where(is_c, reach_c, tl.where(is_b, reach_b, reach_a)))
-    beyond = tl.where(is_d, over, tl.where(is_c, reach_d, tl.where(is_b, reach_c, reach_b)))
-    digit, reach, beyond = _only(shared, digit, reach, beyond, (reach_a >= k) & (over < k))
-    return low + (digit.to(tl.uint32) << SHIFT), reach, beyond
+        digit = (key - low) >> SHIFT  # of those that share what is above it; others' are no digits
+        counts = tl.histogram(tl.minimum(digit, _BINS).to(tl.int32), 2 * _BINS)
+        counts, _ = tl.split(tl.trans(tl.reshape(counts, [2, _BINS])))
+        reaches = above + tl.cumsum(counts, axis=0, reverse=True)
+        is_it = (reaches >= k) & (reaches - counts < k)
+        digit = tl.sum(tl.where(is_it, tl.arange(0, _BINS), 0))
+        reach = tl.sum(tl.where(is_it, reaches, 0))
+        above = tl.sum(tl.where(is_it, reaches - counts, 0))
+    return low + (digit.to(tl.uint32) << SHIFT), reach, above
 
 
 @triton.jit
-def kth(shared, key, source, at, n, k, slack, IS_LONG: tl.constexpr):
-    """A key, how many of the n > k elements reach it, and a number fewer than k of them that reach
-    larger ones. It is the largest that k reach, or one that k to k + slack do. The elements have
-    these keys, or, if IS_LONG, are to be read a piece at a time. What is no element is -inf."""
-    low, above = (n * 0).to(tl.uint32), n * 0
-    low, reach, above = _narrow(shared, key, source, at, n, k, low, above, IS_LONG, 22)
-    if reach > k + slack:
-        low, reach, above = _narrow(shared, key, source, at, n, k, low, above, IS_LONG, 11)
-    if reach > k + slack:
-        low, reach, above = _narrow(shared, key, source, at, n, k, low, above, IS_LONG, 0)
+def kth(shared, key, k):
+    """The largest key that k of these reach; how many do, and how many exceed it or, if it is k
+    that reach it, a number fewer than k. key: 1-D, more than k elements."""
+    low, reach, above = (k * 0).to(tl.uint32), k * 0, k * 0
+    low, reach, above = _narrow(shared, key, k, low, above, _FIRST, 24)
+    if reach > k:
+        low, reach, above = _narrow(shared, key, k, low, above, _SECOND, 16)
+    if reach > k:
+        low, reach, above = _narrow(shared, key, k, low, above, _THIRD, 8)
+    if reach > k:
+        low, reach, above = _narrow(shared, key, k, low, above, _LAST, 0)
     return low, reach, above

@@ -1,9 +1,10 @@
-"""Pieces of rows of float32 scores as programs hold them: read, and what is chosen of them stored
-densely and in order.
+"""Pieces of rows as programs hold them: read, and what is chosen of them stored densely and in
+order.
 
-A piece is a tensor [ROWS, WARPS, 32, 4]: a thread holds four neighbours of each of ROWS lines of
-128, which are neighbours, too. So it reads and counts without asking others, and only the sums of
-whole warps pass through shared memory.
+A piece is lines of 128, of which a warp has some neighbours and each of its lanes four elements. So
+only sums of whole warps pass through shared memory. Where it is read it is a tensor [N] of one
+axis, which all versions of Triton lay out alike; line l of memory is at (l % ROWS, l // ROWS) of
+[ROWS, WARPS, 128].
 """
 
 from __future__ import annotations
@@ -11,85 +12,76 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.gpu.kth import before_warps
+
+
+@triton.jit
+def elements(ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """Where in memory a piece's elements are, [ROWS * WARPS * 128]."""
+    i = tl.arange(0, ROWS * WARPS * 128)
+    line = i // 128
+    at = (line % WARPS * ROWS + line // WARPS) * 128 + i % 128
+    return tl.max_contiguous(tl.multiple_of(at, 128), 128)
+
 
 @triton.jit
 def fours(ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """Where in a piece its fours begin, [ROWS, WARPS, 32, 1]."""
-    row = tl.arange(0, ROWS)[:, None, None, None]
-    warp = tl.arange(0, WARPS)[None, :, None, None]
-    lane = tl.arange(0, 32)[None, None, :, None]
-    return (warp * (ROWS * 128) + lane * 4) + row * 128
+    """Where its fours begin, [ROWS * WARPS * 32]."""
+    i = tl.arange(0, ROWS * WARPS * 32)
+    line = i // 32
+    return (line % WARPS * ROWS + line // WARPS) * 128 + i % 32 * 4
 
 
 @triton.jit
 def read(source, at, n):
-    """Four neighbours from each element `at` on of a row of n; -inf from n on. No load waits for
-    what a mask says, so that all are under way at once. The last four may lie behind n in part, for
-    rows begin at whole sectors of memory."""
+    """The elements `at` these places of a row of n, anything from n on. No load waits for what a
+    mask says, so that all are under way at once. The last four may lie behind n in part, for rows
+    begin at whole sectors of memory."""
     last = tl.maximum(n - 1, 0) // 4 * 4
-    begin = tl.multiple_of(tl.minimum(at, last), [1, 1, 1, 4])
-    x = tl.load(source + begin + tl.arange(0, 4))
-    return tl.where(at + tl.arange(0, 4) < n, x, float("-inf"))
+    inside = tl.minimum(at // 4 * 4, last) + at % 4
+    return tl.load(source + tl.max_contiguous(tl.multiple_of(inside, 4), 4))
 
 
 @triton.jit
-def spread(i, n, NUM: tl.constexpr):
-    """The i-th of NUM places in a row of n: one in each share, which one being hashed, for scores
-    have periods."""
-    share = tl.maximum(n // NUM, 1).to(tl.uint32)
-    aside = tl.umulhi(i.to(tl.uint32) * 2654435769, share)
-    return tl.minimum(i.to(tl.uint32) * share + aside, (n - 1).to(tl.uint32)).to(tl.int32)
-
-
-@triton.jit
-def places_of_warps(own):
-    """own: how many of each four of a piece are chosen, [ROWS, WARPS, 32]. How many of the same
-    warp's are before each four, and how many a warp has, [1, WARPS, 1]."""
-    # Lines are summed over a warp side by side, each in a byte.
-    shift = tl.arange(0, own.shape[0])[:, None, None] * 8
-    if own.shape[0] <= 4:
-        packed = tl.sum(own << shift, axis=0, keep_dims=True)
-        lines = tl.sum(packed, axis=2, keep_dims=True)
-        before = lines & ((1 << shift) - 1)
-        before = ((before & 0xFF00FF) + ((before >> 8) & 0xFF00FF)) * 0x10001 >> 16
-        warps = ((lines & 0xFF00FF) + ((lines >> 8) & 0xFF00FF)) * 0x10001 >> 16
-    else:
-        packed = tl.sum(own.to(tl.int64) << shift, axis=0, keep_dims=True)
-        lines = tl.sum(packed, axis=2, keep_dims=True)
-        before = lines & ((tl.full(shift.shape, 1, tl.int64) << shift) - 1)
-        before = (before & 0xFF00FF00FF00FF) + ((before >> 8) & 0xFF00FF00FF00FF)
-        before = (before * 0x1000100010001 >> 48).to(tl.int32)
-        warps = (lines & 0xFF00FF00FF00FF) + ((lines >> 8) & 0xFF00FF00FF00FF)
-        warps = (warps * 0x1000100010001 >> 48).to(tl.int32)
-    lanes = ((tl.cumsum(packed, axis=2) >> shift) & 0xFF).to(tl.int32)
-    return before + (lanes - own), warps
-
-
-@triton.jit
-def places(own):
-    """How many are before each four of a piece, and how many in all."""
-    place, warps = places_of_warps(own)
-    upto = tl.cumsum(warps, axis=1)
-    return (upto - warps) + place, tl.max(upto)
-
-
-@triton.jit
-def quarters(x):
-    """[..., 4] -> four tensors [...]"""
-    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 32, 2, 2]))
+def quarters(x, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """The first, second, third and last of each four, [ROWS * WARPS * 32] each."""
+    even, odd = tl.split(tl.reshape(x, [ROWS * WARPS * 32, 2, 2]))
     a, c = tl.split(even)
     b, d = tl.split(odd)
     return a, b, c, d
 
 
 @triton.jit
-def store(to, a, b, c, d, i, j, m, n, place):
-    """a to d where i to n are true, densely from `place` on. By quarters: stores of a whole piece,
-    whose places are not known to be neighbours, would first be handed to other threads."""
-    tl.store(to + place, a, mask=i)
-    place = tl.where(i, place + 1, place)
-    tl.store(to + place, b, mask=j)
-    place = tl.where(j, place + 1, place)
-    tl.store(to + place, c, mask=m)
-    place = tl.where(m, place + 1, place)
-    tl.store(to + place, d, mask=n)
+def places(shared, a, b, c, d, TIME: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """How many of those of a piece that are true lie before each of its fours, and how many there
+    are. a to d: the quarters. TIME: 0 to 2, not the same for two in a row."""
+    own = (a.to(tl.int32) + b.to(tl.int32)) + (c.to(tl.int32) + d.to(tl.int32))
+    # Up to four lines are summed over a warp side by side, each in a byte.
+    side: tl.constexpr = min(ROWS, 4)
+    own = tl.reshape(own, [ROWS // side, side, WARPS, 32])
+    shift = tl.arange(0, side)[None, :, None, None] * 8
+    packed = tl.sum(own << shift, axis=1, keep_dims=True)
+    lines = tl.sum(packed, axis=3, keep_dims=True)
+    num = ((lines & 0xFF00FF) + ((lines >> 8) & 0xFF00FF)) * 0x10001 >> 16
+    before = lines & ((1 << shift) - 1)
+    before = ((before & 0xFF00FF) + ((before >> 8) & 0xFF00FF)) * 0x10001 >> 16
+    before += tl.cumsum(num, axis=0) - num
+    num = tl.reshape(tl.sum(num, axis=0), [1, WARPS, 1])
+    before_warp, total = before_warps(shared, num, TIME)
+    before += before_warp[None]
+    lanes = (tl.cumsum(packed, axis=3) >> shift) & 0xFF
+    return tl.reshape(before + (lanes - own), [ROWS * WARPS * 32]), total
+
+
+@triton.jit
+def store(to, a, b, c, d, i, j, m, n):
+    """a to d where i to n are true, densely from `to` on, where the first goes. By quarters: stores
+    of a whole piece, whose places are not known to be neighbours, would first be handed to other
+    threads."""
+    tl.store(to, a, mask=i)
+    to += i.to(tl.int32)
+    tl.store(to, b, mask=j)
+    to += j.to(tl.int32)
+    tl.store(to, c, mask=m)
+    to += m.to(tl.int32)
+    tl.store(to, d, mask=n)

@@ -1,166 +1,248 @@
 """Exact top-k of each row by score descending, then position ascending. The specification is
 kernels.topk.
 
-A row that fits a program's registers is held there, and its k-th best found by counting. Of a
-longer row a sieve first keeps what, a sample says, the k best very probably reach. Where the sample
-was wrong, which the count of what was kept shows, the row is read for every count.
+A program holds a piece of a row in registers, and finds its k-th best by counting. Of a longer row
+what may be among the best of each piece is kept, in order, and chosen from again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch.nn import functional
 
-from kernels.gpu.kth import NOTHING, key_of, kth, shared_counts
-from kernels.gpu.pieces import fours, places, places_of_warps, quarters, read, store
-from kernels.gpu.sieve import kept_at, parts, sieve
+from kernels.gpu.kth import NOTHING, key_of, kth, no_counts, shared_memory
+from kernels.gpu.pieces import elements, fours, places, quarters, read, store
 
 
 @triton.jit
-def _first(ones, limit):
-    """The first `limit` of the ones; how many there are in all."""
-    place, num = places(tl.sum(ones, axis=3))
-    place = place[:, :, :, None] + tl.cumsum(ones, axis=3) - ones
-    return tl.where(place < limit, ones, 0), num
+def _best(shared, key, a, b, c, d, k, TIME, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """The k best of more than k keys, a to d: those that are not chosen do not reach the k-th,
+    which is returned, too. Of those that equal it the first are chosen."""
+    least, reach, above = kth(shared, key, k)
+    if (reach > k) & (least > NOTHING):
+        i, j, m, p = a == least, b == least, c == least, d == least
+        place, _ = places(shared, i, j, m, p, TIME, ROWS, WARPS)
+        room = k - above - place
+        a = tl.where(i & (room <= 0), 0, a)
+        room -= i.to(tl.int32)
+        b = tl.where(j & (room <= 0), 0, b)
+        room -= j.to(tl.int32)
+        c = tl.where(m & (room <= 0), 0, c)
+        room -= m.to(tl.int32)
+        d = tl.where(p & (room <= 0), 0, d)
+    return a, b, c, d, least
 
 
 @triton.jit
-def _write(to, key, position, least, has_ties, room, num):
-    """Store the positions of the keys above `least`, and of the first `room` that equal it if
-    `has_ties`, of all otherwise, behind `num` others. Returns how much room is left, and the places
-    behind each warp's."""
-    ones = (key >= least).to(tl.int32)
-    if has_ties:
-        tied, num_tied = _first((key == least).to(tl.int32), room)
-        ones = (key > least).to(tl.int32) + tied
-        room -= num_tied
-    before, warps = places_of_warps(tl.sum(ones, axis=3))
-    upto = num + tl.cumsum(warps, axis=1)
-    a, b, c, d = quarters(position)
-    i, j, m, p = quarters(ones)
-    store(to, a, b, c, d, i == 1, j == 1, m == 1, p == 1, upto - warps + before)
-    return room, upto
+def _fill(to, begin, end, what):
+    for first in range(begin, end, 1024):
+        slot = first + tl.arange(0, 1024)
+        tl.store(to + slot, what, mask=slot < end)
 
 
 @triton.jit
-def _choose_from(shared, key, position, source, at, n, k, to, IS_LONG: tl.constexpr):
-    """Write the positions of the k best of n elements: of these keys and positions, or, if IS_LONG,
-    of those to be read, which are in order. Returns how many there were."""
-    low, reach, above = (n * 0).to(tl.uint32), n, n
-    if n > k:
-        low, reach, above = kth(shared, key, source, at, n, k, 0, IS_LONG)
-    least = tl.maximum(low, NOTHING + 1)
-    has_ties = (reach > k) & (low == least)
-    room = k - above  # for those that equal it
-    if IS_LONG:
-        num = n * 0
-        for first in range(0, n, key.numel):
-            key = key_of(read(source, first + at, n))
-            where = first + at + tl.arange(0, 4)
-            room, upto = _write(to, key, where, least, has_ties, room, num)
-            num = tl.max(upto)
-    else:
-        _, upto = _write(to, key, position, least, has_ties, room, 0)
-        num = k
-        if (n <= k) | (low < least):  # some are -inf, perhaps
-            num = tl.max(upto)
-    return num
+def _choose_all(to, n, k):
+    for first in range(0, k, 1024):
+        slot = first + tl.arange(0, 1024)
+        tl.store(to + slot, tl.where(slot < n, slot, -1), mask=slot < k)
 
 
 @triton.jit(do_not_specialize=["k", "width"])
 def _choose(
-    scores,  # [rows, score_stride] float32
-    counts,  # [rows]: how many scores each row has
-    kept,  # [rows, SPANS, size of a piece] int64: pairs that the sieve kept of longer rows
-    kept_counts,  # [rows, SPANS]
+    scores,  # [rows, score_stride] float32, or uint32: keys that were kept of them
+    positions,  # [rows, score_stride] int32, of keys; None: scores' columns
+    counts,  # [rows]: how many scores each row has; of those kept, -1: all is done
     out,  # [rows, out_stride] int32
     k,
     width,  # at least all of `counts`
     score_stride,
     out_stride,
     ALL_SCORED: tl.constexpr,  # rows with no more than k scores have them read, too
-    SPANS: tl.constexpr,  # of the sieve; 0: no row has more than a piece
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
 ):
+    """Of rows of a piece at most."""
+    again: tl.constexpr = positions is not None
     row = tl.program_id(0).to(tl.int64)
-    source = scores + row * score_stride
-    at = fours(ROWS, WARPS)
-    position = at + tl.arange(0, 4)
-    if SPANS == 0:
-        x = read(source, at, width)  # on its way before n is known
+    source = row * score_stride
+    at = elements(ROWS, WARPS)
     n = tl.load(counts + row).to(tl.int32)
+    x = read(scores + source, at, width)  # on its way before n is known
     to = out + row * out_stride
-    if (n <= k) & (not ALL_SCORED):
-        for first in range(0, k, 1024):
-            slot = first + tl.arange(0, 1024)
-            tl.store(to + slot, tl.where(slot < n, slot, -1), mask=slot < k)
+    if again:
+        if n < 0:
+            return
+        position = read(positions + source, at, width)
+    elif (n <= k) & (not ALL_SCORED):
+        _choose_all(to, n, k)
         return
-    shared = shared_counts(n * 0)
-    if SPANS == 0:
-        key = key_of(tl.where(position < n, x, float("-inf")))
-        num = _choose_from(shared, key, position, source, at, n, k, to, False)
+    shared = shared_memory(n * 0)
+    no_counts(shared)
+    key = x if again else key_of(x)
+    if n < at.numel:
+        key = tl.where(at < n, key, 0)
+    a, b, c, d = quarters(key, ROWS, WARPS)
+    least = (n * 0 + NOTHING).to(tl.uint32)
+    if n > k:
+        a, b, c, d, least = _best(shared, key, a, b, c, d, k, 0, ROWS, WARPS)
+    least = tl.maximum(least, NOTHING + 1)
+    i, j, m, p = a >= least, b >= least, c >= least, d >= least
+    place, num = places(shared, i, j, m, p, 1, ROWS, WARPS)
+    if again:
+        a, b, c, d = quarters(position, ROWS, WARPS)
+        store(to + place, a, b, c, d, i, j, m, p)
     else:
-        size: tl.constexpr = ROWS * WARPS * 128
-        # Any row has memory for a piece, and so has what is kept of it.
-        own, own_counts = kept + row * (SPANS * size), kept_counts + row * SPANS
-        num_real, num_held = n, n
-        x = tl.load(source + position)
-        if n > size:
-            where, num_real, num_held = kept_at(at, own_counts, size, SPANS)
-            x, position = parts(tl.load(own + where + tl.arange(0, 4)))
-        key = key_of(tl.where(at + tl.arange(0, 4) < num_held, x, float("-inf")))
-        if (n > size) & ((num_real < k) | (num_held > size - 4)):
-            num = _choose_from(shared, key, position, source, at, n, k, to, True)
+        e = fours(ROWS, WARPS)
+        store(to + place, e, e + 1, e + 2, e + 3, i, j, m, p)
+    _fill(to, num, k, -1)
+
+
+@triton.jit(do_not_specialize=["k", "cap", "pieces", "kept_stride"])
+def _keep(
+    scores,  # as _choose
+    positions,
+    counts,
+    out,
+    kept,  # [rows, kept_stride] uint32
+    kept_positions,  # [rows, kept_stride] int32
+    kept_counts,  # [rows] int32; -1: of a row that has no more than a piece, which is chosen from
+    k,
+    cap,  # of a piece are kept at most, or its k best
+    pieces,  # that a program goes through
+    score_stride,
+    kept_stride,
+    out_stride,
+    ALL_SCORED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Of each piece what is better than the k-th of one before it."""
+    size: tl.constexpr = ROWS * WARPS * 128
+    again: tl.constexpr = positions is not None
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(1)
+    n = tl.load(counts + row).to(tl.int32)
+    begin = span * pieces * size
+    is_kept = n > size
+    num_spans = tl.where(is_kept, tl.cdiv(n, pieces * size), 0)
+    share = pieces * cap  # of what is kept
+    if (span == 0) & ((num_spans != 1) | (not is_kept)):
+        tl.store(kept_counts + row, tl.where(is_kept, num_spans * share, -1))
+    if ((n <= begin) & (span > 0)) | (n < 0):
+        return
+    keys_to = kept + row * kept_stride + span * share
+    to = out + row * out_stride
+    if is_kept:
+        to = kept_positions + row * kept_stride + span * share
+    else:
+        cap = k
+    if (n <= k) & (not again) & (not ALL_SCORED):
+        _choose_all(to, n, k)
+        return
+    shared = shared_memory(n * 0)
+    source = row * score_stride
+    at = elements(ROWS, WARPS)
+    least = (n * 0 + NOTHING).to(tl.uint32)  # only better ones can be among the k best
+    total = n * 0
+    for first in range(begin, tl.minimum(begin + pieces * size, n), size):
+        x = read(scores + source + first, at, n - first)
+        no_counts(shared)
+        key = x if again else key_of(x)
+        if first + size > n:
+            key = tl.where(first + at < n, key, 0)
+        a, b, c, d = quarters(key, ROWS, WARPS)
+        i, j, m, p = a > least, b > least, c > least, d > least
+        num = n
+        if (not is_kept) | (first > begin):
+            place, num = places(shared, i, j, m, p, 0, ROWS, WARPS)
         else:
-            num = _choose_from(shared, key, position, source, at, num_held, k, to, False)
-    for first in range(num, k, 1024):
-        slot = first + tl.arange(0, 1024)
-        tl.store(to + slot, -1, mask=slot < k)
+            place = tl.zeros(a.shape, tl.int32)
+        if num > cap:
+            a, b, c, d, some = _best(shared, key, a, b, c, d, k, 1, ROWS, WARPS)
+            least = tl.maximum(some, least)
+            some = tl.maximum(some, NOTHING + 1)
+            i, j, m, p = a >= some, b >= some, c >= some, d >= some
+            place, num = places(shared, i, j, m, p, 2, ROWS, WARPS)
+        place += total
+        store(keys_to + place, a, b, c, d, i, j, m, p)
+        if again:
+            a, b, c, d = quarters(read(positions + source + first, at, n - first), ROWS, WARPS)
+            store(to + place, a, b, c, d, i, j, m, p)
+        else:
+            e = first + fours(ROWS, WARPS)
+            store(to + place, e, e + 1, e + 2, e + 3, i, j, m, p)
+        total += num
+    if num_spans == 1:
+        tl.store(kept_counts + row, total)
+    else:
+        _fill(to, total, tl.where(is_kept, share, k), -1)
+        if is_kept:
+            _fill(keys_to, total, share, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How rows are cut: a piece has as many lines of 128 as rows times warps."""
+    """A piece has as many lines of 128 as rows times warps."""
 
-    rows: int  # of the piece that is chosen from, in registers
-    warps: int  # more where k needs them
+    rows: int
+    warps: int
     registers: int  # of a thread: with fewer, more programs are on a multiprocessor at once
-    spans: int  # of a longer row; each has a program to sieve it
-    sieve_rows: int
-    sieve_warps: int
-    sieve_registers: int
-    sample_rows: int  # what the sieve looks at first
-    stages: int = 3  # pieces that are on their way or sieved at a time
+    programs: int = 128  # that long rows are given to, if there are fewer rows
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.warps * 128
 
 
 def tile_for(num_rows: int, width: int) -> Tile:
-    """What is fast on a card of some 130 multiprocessors. Of a million scores, the best thousands
-    are seldom in a small sample."""
-    wide = 1 if width <= 1 << 18 else 2
-    if num_rows > 128:
-        rows, registers = (4, 80) if 8192 < width <= 1 << 16 else (8, 128)
-        return Tile(rows, 8, registers, 1, 4, 8, 64, 4 * wide)
-    return Tile(4, 16, 96, 2 if num_rows > 32 else 8, 4, 8, 64, 2 * wide)
+    """What is fast on a card of some 130 multiprocessors."""
+    if width <= 8192:
+        return Tile(8, 8, 64)
+    if num_rows <= 32 and not 16384 < width <= 32768:
+        return Tile(4, 32, 64)
+    if width <= 16384:
+        return Tile(8, 16, 64)
+    return Tile(16, 16, 128) if width <= 32768 else Tile(8, 32, 64)
 
 
-def _cut(tile: Tile, width: int, k: int) -> tuple[int, int, int]:
-    """Rows and warps of the piece that is chosen from, which has twice as many elements as are
-    chosen; spans of the sieve before it, 0 where all of a row fits."""
-    rows, warps = tile.rows, tile.warps
-    while rows * warps * 128 < min(2 * k, width):
-        rows, warps = (rows, warps * 2) if warps < 32 else (rows * 2, warps)
-    return rows, warps, tile.spans if width > rows * warps * 128 else 0
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How rows are cut into pieces, and what is kept of them."""
+
+    tile: Tile
+    spans: int  # of a row; each has a program
+    pieces: int  # of a span
+    cap: int  # of a piece, of which its k best are not looked for
+
+    @classmethod
+    def of(cls, tile: Tile, num_rows: int, width: int, k: int) -> _Cut:
+        """Of a piece no more than half is kept, so that every round leaves less of a row."""
+        while tile.size < min(2 * k, width):
+            more = {"warps": tile.warps * 2} if tile.warps < 32 else {"rows": tile.rows * 2}
+            tile = replace(tile, **more)
+        tile = replace(tile, registers=min(tile.registers, 2048 // tile.warps))
+        num = triton.cdiv(width, tile.size)
+        pieces = triton.cdiv(num, max(1, tile.programs // num_rows))
+        cap = k if pieces == 1 else min(k + k // 4 + 32, tile.size // 2)
+        return cls(tile, triton.cdiv(num, pieces), pieces, cap)
+
+    @property
+    def num_kept(self) -> int:
+        """Of a row, 0: all is chosen from at once."""
+        return self.spans * self.pieces * self.cap if self.spans * self.pieces > 1 else 0
 
 
 def kept_bytes(num_rows: int, width: int, k: int) -> int:
     """Of memory that `select` takes for each of so many rows."""
-    rows, warps, spans = _cut(tile_for(num_rows, width), width, k)
-    return 8 * spans * rows * warps * 128
+    return 8 * _stride(_Cut.of(tile_for(num_rows, width), num_rows, width, k).num_kept)
+
+
+def _stride(num: int) -> int:
+    return triton.cdiv(num, 16) * 16  # rows begin at whole sectors of memory
 
 
 def select(
@@ -182,23 +264,31 @@ def select(
         return
     if scores.stride(0) % 16 or scores.stride(0) < width or scores.data_ptr() % 16:
         scores = functional.pad(scores, (0, -width % 16))
-    tile = tile or tile_for(num_rows, width)
-    rows, warps, spans = _cut(tile, width, k)
-    cap = rows * warps * 128
-    kept = torch.empty((num_rows, spans, cap), dtype=torch.int64, device=scores.device)
-    kept_counts = kept.new_empty((num_rows, spans), dtype=torch.int32)
-    if spans:
-        sieve[(num_rows, spans)](
-            scores, counts, kept, kept_counts, k, scores.stride(0), CAP=cap,
-            SPANS=spans, ROWS=tile.sieve_rows, WARPS=tile.sieve_warps,
-            SAMPLE_ROWS=tile.sample_rows, STAGES=tile.stages,
-            num_warps=tile.sieve_warps, maxnreg=tile.sieve_registers,
+    positions = None
+    while True:
+        cut = _Cut.of(tile or tile_for(num_rows, width), num_rows, width, k)
+        form = {
+            "ALL_SCORED": all_scored,
+            "ROWS": cut.tile.rows,
+            "WARPS": cut.tile.warps,
+            "num_warps": cut.tile.warps,
+            "maxnreg": cut.tile.registers,
+        }
+        if not cut.num_kept:
+            _choose[(num_rows,)](
+                scores, positions, counts, out, k, width, scores.stride(0), out.stride(0), **form
+            )
+            return
+        kept = torch.empty(
+            (num_rows, _stride(cut.num_kept)), dtype=torch.uint32, device=scores.device
+        )
+        kept_positions = torch.empty_like(kept, dtype=torch.int32)
+        kept_counts = torch.empty_like(counts, dtype=torch.int32)
+        _keep[(num_rows, cut.spans)](
+            scores, positions, counts, out, kept, kept_positions, kept_counts,
+            k, cut.cap, cut.pieces, scores.stride(0), kept.stride(0), out.stride(0), **form,
         )  # fmt: skip
-    _choose[(num_rows,)](
-        scores, counts, kept, kept_counts, out, k, width, scores.stride(0), out.stride(0),
-        ALL_SCORED=all_scored, SPANS=spans, ROWS=rows, WARPS=warps,
-        num_warps=warps, maxnreg=min(tile.registers, 2048 // warps),
-    )  # fmt: skip
+        scores, positions, counts, width = kept, kept_positions, kept_counts, cut.num_kept
 
 
 def exact_topk(scores: torch.Tensor, k: int) -> torch.Tensor:

@@ -41,7 +41,7 @@ def test_the_sizes_compiled_ahead_meet_every_form(start: Any, model: str) -> Non
 
 
 def test_kernels_compile_without_being_run(start: Any) -> None:
-    names = ["_choose", "_linear", "_silu_mul", "attend", "sieve"]
+    names = ["_choose", "_keep", "_linear", "_silu_mul", "attend"]
     assert start["ahead"]["compiled"] == [f"{name}.cubin" for name in names]
     assert start["ahead"]["zeros"]
 

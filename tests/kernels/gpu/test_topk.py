@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -9,16 +10,25 @@ import torch
 
 from kernels.gpu.topk import Tile, exact_topk, select
 
-WHOLE = Tile(4, 2, 64, 1, 4, 2, 64, 4)  # rows of up to 1024 in registers
-SIEVED = Tile(1, 1, 64, 1, 1, 1, 64, 1)  # of up to 128
-SPANNED = Tile(1, 2, 64, 3, 2, 1, 64, 1)
-TALL = Tile(8, 1, 128, 1, 8, 1, 128, 8)
-TILES = [WHOLE, SIEVED, SPANNED, TALL]
+WHOLE = Tile(4, 2, 64)  # rows of up to 1024 are one piece
+SMALL = Tile(1, 1, 64)  # a program has a piece of 128
+LONG = Tile(1, 1, 64, programs=1)  # all pieces of a row
+WIDE = Tile(1, 2, 64, programs=4)
+TALL = Tile(8, 1, 128, programs=1)
+TILES = [WHOLE, SMALL, LONG, WIDE, TALL]
 LOWEST = torch.finfo(torch.float32).min
 KINDS = [
     "normal", "tied", "equal", "zeros", "skewed", "denormal", "periodic", "late", "rising",
     "with -inf", "with inf", "only -inf",
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_zero_by_chance() -> Iterator[None]:
+    """Memory that is not yet written holds NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def by_sorting(row: torch.Tensor, k: int) -> list[int]:
@@ -64,7 +74,7 @@ def test_columns_that_are_not_neighbours(device: torch.device) -> None:
     assert exact_topk(scores, 9).tolist() == [by_sorting(row, 9) for row in scores.cpu()]
 
 
-@pytest.mark.parametrize("kind, tile", list(zip(KINDS, 3 * TILES, strict=True)))
+@pytest.mark.parametrize("kind, tile", list(zip(KINDS, 3 * TILES[:4], strict=True)))
 def test_lengths_of_their_own(kind: str, tile: Tile, device: torch.device) -> None:
     """Rows of one table, in which other scores lie behind each row's, and behind those a gap."""
     k, width = 24, 600
@@ -88,7 +98,7 @@ def test_rows_without_a_choice_are_not_read(device: torch.device) -> None:
     scores = torch.full((3, 300), torch.nan, device=device)
     out = torch.full((3, 40), 99, dtype=torch.int32, device=device)
     counts = torch.tensor([0, 7, 40], device=device)
-    select(scores, counts, 40, out, tile=SIEVED)
+    select(scores, counts, 40, out, tile=SMALL)
     assert out.tolist() == [list(range(n)) + [-1] * (40 - n) for n in (0, 7, 40)]
 
 
@@ -99,45 +109,6 @@ def test_every_size_of_a_choice(tile: Tile, k: int, device: torch.device) -> Non
     out = torch.full((2, k), 99, dtype=torch.int32, device=device)
     select(scores, torch.tensor([300, 290], device=device), k, out, tile=tile)
     assert out.tolist() == [by_sorting(scores[0].cpu(), k), by_sorting(scores[1, :290].cpu(), k)]
-
-
-def seen_of(width: int) -> list[int]:
-    """Columns that a sample of 128 sees: one of each share."""
-    share = width // 128
-    return [i * share + (i * 2654435769 % 2**32 * share >> 32) for i in range(128)]
-
-
-@pytest.mark.parametrize("spans", [1, 4])
-@pytest.mark.parametrize("hides", [True, False])
-@pytest.mark.parametrize("k", [3, 60])
-def test_a_sample_that_misleads(spans: int, hides: bool, k: int, device: torch.device) -> None:
-    """It sees none of the best, so that too much is kept, or nothing but the best, so that too
-    little is: of three best two, which are a whole four with what fills it up."""
-    tile = Tile(1, 1, 64, spans, 1, 1, 64, 1)
-    width = 2048
-    seen = seen_of(width)
-    scores = draw("normal", 1, width, device)
-    is_seen = torch.zeros(width, dtype=torch.bool, device=device)
-    is_seen[seen] = True
-    scores += torch.where(is_seen == hides, 0.0, 100.0)
-    assert scores[0, seen].max() < 50 if hides else scores[0, seen].min() > 50
-    out = torch.full((1, k), 99, dtype=torch.int32, device=device)
-    select(scores, torch.tensor([width], device=device), k, out, tile=tile)
-    assert out[0].tolist() == by_sorting(scores[0].cpu(), k)
-
-
-@pytest.mark.parametrize("num", range(123, 130))
-def test_what_is_kept_may_just_fit(num: int, device: torch.device) -> None:
-    """So many reach what the sample says, where there is room for 128."""
-    width, k = 2048, 60
-    seen = seen_of(width)
-    scores = torch.zeros(1, width, device=device)
-    scores[0, seen[::16]] = 1.0
-    unseen = sorted(set(range(0, width, 8)) - set(seen))[8 - num :]
-    scores[0, unseen] = torch.linspace(2, 3, num - 8, device=device)
-    out = torch.full((1, k), 99, dtype=torch.int32, device=device)
-    select(scores, torch.tensor([width], device=device), k, out, tile=SIEVED)
-    assert out[0].tolist() == by_sorting(scores[0].cpu(), k)
 
 
 def test_rows_that_do_not_begin_at_whole_sectors(device: torch.device) -> None:
