@@ -61,7 +61,7 @@ def plan_capacity(
         num_pages = config.max_total_tokens // page_size
         if num_pages < _FEWEST_PAGES:
             raise CapacityError(
-                f"--max-total-tokens {config.max_total_tokens}: the KV pool would hold {num_pages} "
+                f"{config.option('max_total_tokens')}: the KV pool would hold {num_pages} "
                 f"pages of {page_size} tokens; accepted are {_FEWEST_PAGES * page_size} or more"
             )
     elif fitting < _FEWEST_PAGES:
@@ -90,7 +90,7 @@ def check_pool_fits(
         most = _pages_that_fit(free_bytes, bytes_per_token, page_size)
         accepted = f"accepted are up to {most * page_size}" if most > 1 else "nothing would fit"
         raise CapacityError(
-            f"--max-total-tokens {config.max_total_tokens}: a KV pool of that size takes "
+            f"{config.option('max_total_tokens')}: a KV pool of that size takes "
             f"{gib(needed)}, and {gib(free_bytes)} are left for it; {accepted}"
         )
 

@@ -14,12 +14,19 @@ IndexCacheDtype: TypeAlias = Literal["auto", "fp8_e4m3"]
 
 
 class LocalWorker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker takes of a machine that it shares follows from these; all else is alike."""
+    """What a worker takes of a machine that it shares follows from these, which are as in its
+    WorkerConfig; all else there is alike."""
 
-    title: str
+    role: Role
+    index: int
     cp_size: int
     shared_kv: bool | None
     max_total_tokens: int | None
+    role_options: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.role} {self.index}"
 
 
 class LocalFleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,6 +73,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     traces_url: str | None = None  # where spans go; None: nothing is traced
     parent_pid: int | None = None  # the process whose end is the worker's; None: nobody's
     local_fleet: LocalFleet | None = None  # that it is one of; None: it has its machine for itself
+    role_options: tuple[str, ...] = ()  # of the above, those given for workers of its role alone
 
     @property
     def tokens_per_page(self) -> int:
@@ -74,6 +82,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def title(self) -> str:
         return f"{self.role} {self.index}"
+
+    def option(self, name: str) -> str:
+        """One of the above as the operator gave it: the flag and the value."""
+        role = f"{self.role}-" if name in self.role_options else ""
+        return f"--{role}{name.replace('_', '-')} {getattr(self, name)}"
 
     @property
     def hands_off(self) -> bool:

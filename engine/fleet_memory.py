@@ -49,12 +49,7 @@ def check_fleet_fits(
         return
     shares = []
     for worker in fleet.workers:
-        told = msgspec.structs.replace(
-            config,
-            cp_size=worker.cp_size,
-            shared_kv=worker.shared_kv,
-            max_total_tokens=worker.max_total_tokens,
-        )
+        told = msgspec.structs.replace(config, **msgspec.structs.asdict(worker))
         free = free_host_bytes(told, weight_bytes) if device_bytes is None else device_bytes
         capacity = plan_capacity(told, model, free, bytes_per_token, chunk_size)
         page_bytes = capacity.page_size * bytes_per_token

@@ -10,6 +10,7 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,8 @@ from engine.types import Role
 from server.options.config import ConfigError, ServeConfig
 
 _CPU_CP_SIZE = 2
+# Options of WorkerConfig that --prefill-… and --decode-… flags give for workers of one role.
+_BY_ROLE = ("max_total_tokens",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,8 @@ def plan_topology(config: ServeConfig, num_gpus: int) -> Topology:
     On more: half of them prefill as one group, the others decode. Raises ConfigError."""
     num_gpus = max(0, num_gpus - _first_gpu(config))
     on_gpu = num_gpus > 0 and config.device != "cpu"
-    asked = ["prefill_groups", "decode_workers", "prefill_max_total_tokens"]
-    asked += ["decode_max_total_tokens"]
+    asked = ["prefill_groups", "decode_workers"]
+    asked += [f"{role}_{name}" for role in ("prefill", "decode") for name in _BY_ROLE]
     given = [name for name in asked if getattr(config, name) is not None]
     if config.colocated and given:
         flag = "--" + given[0].replace("_", "-")
@@ -114,7 +117,7 @@ def worker_configs(
     else:
         told = [make("prefill", i, topology.cp_size) for i in range(topology.num_groups)]
         told += [make("decode", i, 1) for i in range(topology.num_decode)]
-    local = [LocalWorker(w.title, w.cp_size, w.shared_kv, w.max_total_tokens) for w in told]
+    local = [msgspec.convert(worker, LocalWorker, from_attributes=True) for worker in told]
     fleet = LocalFleet(tuple(local), available_bytes)
     return [msgspec.structs.replace(worker, local_fleet=fleet) for worker in told]
 
@@ -133,11 +136,7 @@ def worker_config(
 ) -> WorkerConfig:
     """What one worker is told; `model_path` is the local folder that --model resolved to,
     `parent_pid` the process whose end is the worker's."""
-    of_role = {
-        "prefill": config.prefill_max_total_tokens,
-        "decode": config.decode_max_total_tokens,
-        "colocated": None,
-    }[role]
+    of_role = _given_for(role, config)
     is_group = role != "decode"
     return WorkerConfig(
         model=str(model_path),
@@ -149,7 +148,7 @@ def worker_config(
         quantization=config.quantization,
         page_size=config.page_size,
         index_cache_dtype=config.index_cache_dtype,
-        max_total_tokens=config.max_total_tokens if of_role is None else of_role,
+        max_total_tokens=of_role.get("max_total_tokens", config.max_total_tokens),
         chunked_prefill_size=config.chunked_prefill_size,
         max_running_requests=config.max_running_requests,
         mem_fraction_static=config.mem_fraction_static,
@@ -177,7 +176,14 @@ def worker_config(
         log_level=config.log_level,
         traces_url=config.traces_url,
         parent_pid=parent_pid,
+        role_options=tuple(of_role),
     )
+
+
+def _given_for(role: Role, config: ServeConfig) -> dict[str, Any]:
+    """What was given for workers of the role alone, by the option's name without it."""
+    given = {name: getattr(config, f"{role}_{name}", None) for name in _BY_ROLE}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _first_gpu(config: ServeConfig) -> int:

@@ -20,22 +20,19 @@ from kvcache.host_size import HostMemory
 from tests.tiny import save_llama
 
 GIB = 1 << 30
-PREFILL = LocalWorker("prefill 0", 2, None, None)
-DECODE = LocalWorker("decode 0", 1, None, None)
+PREFILL = LocalWorker("prefill", 0, 2, None, None, ())
+DECODE = LocalWorker("decode", 0, 1, None, None, ())
 MODEL: Any = SimpleNamespace(context_length=10**6)
 PAGE = 64 * 1024  # bytes: a token takes 1024
 
 
 def fleet_of(*workers: LocalWorker, available: int = 16 * GIB, **options: Any) -> WorkerConfig:
     """The first worker's."""
-    role, first = workers[0].title.split()[0], workers[0]
     return WorkerConfig(
         model="m",
         listen_address="",
-        role=role,  # type: ignore[arg-type]
-        cp_size=first.cp_size,
-        max_total_tokens=first.max_total_tokens,
         local_fleet=LocalFleet(workers, available),
+        **msgspec.structs.asdict(workers[0]),
         **options,
     )
 
@@ -66,6 +63,12 @@ def test_pools_that_were_asked_for_are_counted_together_and_each_is_named() -> N
         "decode 0 1 x 7.00 GiB (weights 1.00 GiB, KV pool 6.00 GiB; 6291392 tokens); a smaller "
         "--max-total-tokens, --prefill-max-total-tokens or --decode-max-total-tokens takes less"
     )
+
+
+def test_another_workers_size_is_named_by_the_flag_that_it_was_given_by() -> None:
+    few = {"max_total_tokens": 64, "role_options": ("max_total_tokens",)}
+    with pytest.raises(CapacityError, match=r"^--decode-max-total-tokens 64: "):
+        check(fleet_of(PREFILL, msgspec.structs.replace(DECODE, **few)))
 
 
 def test_host_pools_count_by_size_and_by_ratio() -> None:
@@ -104,7 +107,7 @@ def test_pools_that_nobody_asked_for_fit_together(
     num_decode: int, cp_size: int, hicache: bool, ratio: float, weights: int
 ) -> None:
     workers = [msgspec.structs.replace(PREFILL, cp_size=cp_size)]
-    workers += [msgspec.structs.replace(DECODE, title=f"decode {i}") for i in range(num_decode)]
+    workers += [msgspec.structs.replace(DECODE, index=i) for i in range(num_decode)]
     check(fleet_of(*workers, hicache=hicache, hicache_ratio=ratio), weights)
 
 

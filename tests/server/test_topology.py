@@ -14,7 +14,7 @@ from engine.cluster_key import ClusterKey
 from engine.config import LocalFleet, LocalWorker, WorkerConfig
 from server import roles, topology
 from server.options.arguments import parse
-from server.options.config import ConfigError
+from server.options.config import OPTIONS, ConfigError
 from server.options.loading import load
 from server.topology import Topology, hash_salt, plan_topology, worker_config, worker_configs
 from server.verbs import main
@@ -149,11 +149,32 @@ def test_sizes_go_by_role_and_decode_workers_share_no_kv(tmp_path: Path) -> None
     assert (prefill.cp_stream_block_tokens, decode.cp_stream_block_tokens) == (64, None)
     assert (prefill.hands_off, decode.hands_off) == (True, True)
     assert prefill.local_fleet == decode.local_fleet
-    assert prefill.local_fleet == LocalFleet(
-        (LocalWorker("prefill 0", 2, True, 640), LocalWorker("decode 0", 1, None, 1280)), 999
-    )
+    of_prefill = LocalWorker("prefill", 0, 2, True, 640, ())
+    of_decode = LocalWorker("decode", 0, 1, None, 1280, ("max_total_tokens",))
+    assert prefill.local_fleet == LocalFleet((of_prefill, of_decode), 999)
     [colocated] = told("--colocated", 0, tmp_path)
     assert (colocated.role, colocated.hands_off) == ("colocated", False)
+
+
+def test_a_worker_names_options_by_the_flags_that_they_were_given_by(tmp_path: Path) -> None:
+    """Every option that there is for one role and for all."""
+    fields = set(WorkerConfig.__struct_fields__) & set(OPTIONS)
+    split = [name for name in sorted(fields) if f"prefill_{name}" in OPTIONS]
+    assert split and split == [name for name in sorted(fields) if f"decode_{name}" in OPTIONS]
+    for name in split:
+        flag = name.replace("_", "-")
+        for_all, for_prefill, for_decode = (
+            f"--{flag} 640",
+            f"--prefill-{flag} 1",
+            f"--decode-{flag} 2",
+        )
+
+        def named(*flags: str, name: str = name) -> list[str]:
+            return [worker.option(name) for worker in told(" ".join(flags), 0, tmp_path)]
+
+        assert named(for_all) == [for_all, for_all]
+        assert named(for_all, for_prefill) == [for_prefill, for_all]
+        assert named(for_all, for_prefill, for_decode) == [for_prefill, for_decode]
 
 
 def test_the_worker_is_told_what_concerns_it() -> None:
