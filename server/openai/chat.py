@@ -46,7 +46,7 @@ async def create(api: Api, http: HttpRequest) -> Response:
             body,
             capabilities,
             num_prompt_tokens=len(token_ids),
-            max_tokens=_max_tokens(body),
+            max_tokens=body.most_tokens,
             default_max_tokens=None,
             eos_token_ids=api.tokenizer.eos_token_ids,
             defaults=api.tokenizer.sampling_defaults,
@@ -67,11 +67,6 @@ async def create(api: Api, http: HttpRequest) -> Response:
     usage = Usage(len(token_ids), len(submissions))
     chat = _Chat(rid, body, usage, api.tokenizer.token_bytes, capabilities)
     return await respond(api, http, submissions, ROUTE, chat, usage, bool(body.stream))
-
-
-def _max_tokens(body: ChatCompletionRequest) -> int | None:
-    newer = body.max_completion_tokens
-    return body.max_tokens if newer is None else newer
 
 
 def _check(body: ChatCompletionRequest, api: Api) -> None:

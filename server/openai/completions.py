@@ -81,7 +81,7 @@ def _params(
         body,
         capabilities,
         num_prompt_tokens=len(prompt.token_ids),
-        max_tokens=body.max_tokens,
+        max_tokens=body.most_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         eos_token_ids=api.tokenizer.eos_token_ids,
         defaults=api.tokenizer.sampling_defaults,

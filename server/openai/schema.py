@@ -64,6 +64,7 @@ class GenerationBody(OpenBody):
     stop: str | list[str] | None = None
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     max_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
@@ -81,6 +82,12 @@ class GenerationBody(OpenBody):
     priority: Annotated[int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] | None = None
     # Ours: keep the prompt's prefix cached for so many seconds.
     pin_prefix_s: Annotated[int, Field(ge=0, le=PRIORITY_MAX)] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of the answer, as asked for by the newer name or the older one."""
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
 
     @property
     def stops(self) -> list[str]:
@@ -134,7 +141,6 @@ class Rendering(OpenBody):
 
 class ChatCompletionRequest(GenerationBody, Rendering):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
 

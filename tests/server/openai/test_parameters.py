@@ -88,7 +88,6 @@ def test_given_values_reach_the_worker(server: Server, worker: ScriptedWorker) -
 @pytest.mark.parametrize(
     ("fields", "name", "value"),
     [
-        ({"max_completion_tokens": 5, "max_tokens": 9}, "max_tokens", 5),
         ({"top_k": -1}, "top_k", 0),
         ({"top_p": 0}, "top_k", 1),
         ({"top_p": 0}, "top_p", 1.0),
@@ -105,6 +104,14 @@ def test_what_values_mean(
     server: Server, worker: ScriptedWorker, fields: dict[str, Any], name: str, value: object
 ) -> None:
     assert getattr(sampling(server, worker, CHAT, **fields), name) == value
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETION])
+def test_the_newer_name_of_max_tokens_wins(
+    server: Server, worker: ScriptedWorker, route: str
+) -> None:
+    fields = {"max_completion_tokens": 5, "max_tokens": 9}
+    assert sampling(server, worker, route, **fields).max_tokens == 5
 
 
 def test_the_models_own_defaults_stand_where_a_request_says_nothing(

@@ -52,6 +52,57 @@ REFUSED: list[tuple[str, Any]] = [
     ("modalities", ["text", "audio"]),
     ("audio", {"voice": "x", "format": "wav"}),
     ("suffix", "end"),
+    # llama.cpp
+    ("n_predict", 64),
+    ("n_predict", -1),
+    ("n_probs", 5),
+    ("top_n_sigma", 1.5),
+    ("dynatemp_range", 0.5),
+    ("repeat_last_n", 64),
+    ("samplers", ["top_k", "temperature"]),
+    ("lora", [{"id": 0, "scale": 0.5}]),
+    ("t_max_predict_ms", 1000),
+    ("reasoning_format", "deepseek"),
+    # TGI
+    ("max_new_tokens", 20),
+    ("do_sample", False),
+    ("stop_sequences", ["."]),
+    ("truncate", 100),
+    ("watermark", True),
+    ("return_full_text", True),
+    ("decoder_input_details", True),
+    ("top_n_tokens", 5),
+    ("adapter_id", "mine"),
+    ("parameters", {"max_new_tokens": 20}),
+    # vLLM
+    ("logprob_token_ids", [1, 2]),
+    ("thinking_token_budget", 100),
+    ("repetition_detection", {"max_pattern_size": 4}),
+    ("include_reasoning", False),
+    ("vllm_xargs", {"kl": 0.5}),
+    # SGLang
+    ("input_ids", [1, 2]),
+    ("extra_key", "mine"),
+    ("separate_reasoning", True),
+    ("return_routed_experts", True),
+    ("sampling_params", {"max_new_tokens": 20}),
+    # TabbyAPI
+    ("top_a", 0.2),
+    ("tfs", 0.9),
+    ("smoothing_factor", 0.3),
+    ("max_temp", 2),
+    ("banned_tokens", [128, 330]),
+    ("banned_strings", ["no"]),
+    ("ban_eos_token", True),
+    ("negative_prompt", "no"),
+    ("response_prefix", "Sure"),
+    ("enable_thinking", False),
+    ("reasoning", {"enabled": False}),
+    # Ollama
+    ("options", {"num_predict": 20}),
+    ("format", "json"),
+    ("system", "be brief"),
+    ("think", False),
 ]
 # Other clients' defaults: each is what happens anyway.
 NEUTRAL: dict[str, Any] = {
@@ -73,6 +124,24 @@ NEUTRAL: dict[str, Any] = {
     "echo": False,
     "best_of": 1,
     "extra_body": {},
+    "samplers": None,
+    "n_predict": None,
+    "n_probs": 0,
+    "top_a": 0.0,
+    "tfs": 1,
+    "top_n_sigma": -1,
+    "repetition_penalty_range": -1,
+    "mirostat_mode": 0,
+    "dynatemp_low": 1.0,
+    "dynatemp_high": 1.0,
+    "do_sample": True,
+    "watermark": False,
+    "banned_tokens": "",
+    "stop_sequences": [],
+    "add_bos_token": True,
+    "include_reasoning": True,
+    "reasoning_format": "auto",
+    "options": {"num_predict": None},
     # Hints, and what is about the call and not the answer.
     "parallel_tool_calls": True,
     "reasoning_effort": "low",
@@ -123,6 +192,35 @@ def test_tools_that_may_not_be_called_are_accepted(
 ) -> None:
     assert post(http, model, CHAT, **offered, **{choice: "none"}).status_code == 200
     assert post(http, model, CHAT, **offered, **{choice: "auto"}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "here"),
+    [
+        ("n_predict", 64, "max_tokens"),
+        ("max_new_tokens", 64, "max_tokens"),
+        ("repeat_penalty", 1.1, "repetition_penalty"),
+        ("stop_sequence", ["."], "stop"),
+        ("think", True, "chat_template_kwargs"),
+    ],
+)
+def test_a_field_that_is_here_by_another_name_is_told(
+    http: httpx.Client, model: str, field: str, value: Any, here: str
+) -> None:
+    message = post(http, model, CHAT, **{field: value}).json()["error"]["message"]
+    assert message.endswith(f"; here it is {here}")
+
+
+def test_top_logprobs_are_for_chats(http: httpx.Client, model: str) -> None:
+    assert post(http, model, CHAT, logprobs=True, top_logprobs=1).status_code == 200
+    refused = post(http, model, COMPLETION, logprobs=1, top_logprobs=1)
+    assert refused.json()["error"]["param"] == "top_logprobs"
+
+
+def test_a_template_makes_its_own_special_tokens(http: httpx.Client, model: str) -> None:
+    assert post(http, model, COMPLETION, add_special_tokens=True).status_code == 200
+    refused = post(http, model, CHAT, add_special_tokens=True)
+    assert refused.json()["error"]["param"] == "add_special_tokens"
 
 
 def test_echo_is_for_completions(http: httpx.Client, model: str) -> None:
