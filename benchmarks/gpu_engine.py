@@ -150,7 +150,7 @@ def build(name: str, args: argparse.Namespace, **changes: Any) -> Bench:
         config.context_length,
         std=0.08 if is_small else 0.02,
         draws_on_cpu=is_small,
-        fp8_index_keys=config.index_cache_dtype == "fp8_e4m3",
+        index_cache_dtype=config.index_cache_dtype,
     )
     mailbox = Mailbox()
     return Bench(build_engine(config, weights, Group(config, mailbox.put), mailbox))

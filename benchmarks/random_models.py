@@ -9,7 +9,8 @@ from typing import Any, Final
 import torch
 from transformers import DeepseekV32Config, LlamaConfig
 
-from engine.loading import Weights, kinds_of
+from engine.config import IndexCacheDtype
+from engine.loading import Weights, numbers_of
 from engine.model.base import Model
 from engine.model.deepseek import DeepseekModel
 from engine.model.llama import LlamaModel
@@ -187,7 +188,7 @@ def build_weights(
     *,
     std: float = 0.02,
     draws_on_cpu: bool = False,
-    fp8_index_keys: bool = False,
+    index_cache_dtype: IndexCacheDtype = "auto",
 ) -> Weights:
     config = build_config(name, context_length)
     keeps_fp8 = getattr(config, "quantization_config", None) is not None
@@ -196,5 +197,4 @@ def build_weights(
     )
     kind = DeepseekModel if config.model_type == "deepseek_v32" else LlamaModel
     model: Model = kind.load(config, source)
-    kv_dtype = torch.float32 if device.type == "cpu" else dtype
-    return Weights(model, device, kinds_of(dtype, keeps_fp8), kv_dtype, fp8_index_keys)
+    return Weights(model, device, numbers_of(dtype, device, keeps_fp8, index_cache_dtype))

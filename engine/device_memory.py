@@ -19,7 +19,7 @@ from engine.capacity import CapacityError, gib
 from engine.config import WorkerConfig
 from engine.model.base import Model
 from engine.sampler import LogprobRequest, SamplingState, sample, score
-from engine.types import SamplingParams
+from engine.types import Numbers, SamplingParams
 from kernels.dispatch import compiling_ahead
 from kernels.streamed import workspace_bytes
 from kvcache.layout import KVGeometry
@@ -39,14 +39,16 @@ class StepMemory:
     decode_bytes: int  # of the most decodes, each at the end of the longest context
 
 
-def check_weights_fit(config: WorkerConfig, device: torch.device, kinds: str, needed: int) -> None:
-    """Before they are read: raises CapacityError where `needed` bytes of weights, of these `kinds`,
-    exceed what is free on the device."""
+def check_weights_fit(
+    config: WorkerConfig, device: torch.device, numbers: Numbers, needed: int
+) -> None:
+    """Before they are read: raises CapacityError where `needed` bytes of weights, in these
+    `numbers`, exceed what is free on the device."""
     free, total = torch.cuda.mem_get_info(device)
     if needed > free:
         raise CapacityError(
             f"--model {config.model}: its weights take {gib(needed)} in "
-            f"{kinds}, and {device} has {gib(free)} of "
+            f"{numbers}, and {device} has {gib(free)} of "
             f"{gib(total)} free; give it a GPU with more memory, or end what else uses this one"
         )
 

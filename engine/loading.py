@@ -23,7 +23,7 @@ from engine.capacity import (
     most_host_bytes,
     plan_capacity,
 )
-from engine.config import WorkerConfig
+from engine.config import IndexCacheDtype, WorkerConfig
 from engine.decode_graphs import DecodeGraphs, can_record
 from engine.device_memory import check_weights_fit, fits, free_device_bytes
 from engine.engine import Engine, Mailbox, Rank, destination_of
@@ -44,7 +44,7 @@ from engine.rules import check_rules
 from engine.runner import Runner
 from engine.scheduler.scheduler import Scheduler
 from engine.staging import Staging
-from engine.types import ModelId
+from engine.types import ModelId, Numbers
 from kernels.cpu import threads
 from kernels.dispatch import describe, keeps_block_fp8
 from kernels.linear import warm_up
@@ -71,14 +71,17 @@ _BLOCK_TOKENS = {"cpu": 8192, "cuda": 32768}
 class Weights:
     model: Model
     device: torch.device
-    kinds: str  # of number that the model is held in
-    kv_dtype: torch.dtype
-    fp8_index_keys: bool = False
+    numbers: Numbers
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return resolve_dtype(self.numbers.kv, self.device)
 
     @property
     def geometry(self) -> KVGeometry:
         """Of the KV rows: the model's, its index keys stored as the options say."""
-        return replace(self.model.geometry, fp8_index_keys=self.fp8_index_keys)
+        fp8_index_keys = self.numbers.index_keys != self.numbers.kv
+        return replace(self.model.geometry, fp8_index_keys=fp8_index_keys)
 
     @property
     def bytes_per_token(self) -> int:
@@ -134,20 +137,18 @@ def load_weights(config: WorkerConfig, rank: int) -> Weights:
     device = _resolve_device(config.device, rank)
     dtype = resolve_dtype(config.dtype, device)
     keeps_fp8 = _keeps_fp8(config, device, dtype)
+    numbers = numbers_of(dtype, device, keeps_fp8, config.index_cache_dtype)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         needed = weight_bytes(config.model, dtype, keeps_fp8=keeps_fp8)
-        check_weights_fit(config, device, kinds_of(dtype, keeps_fp8), needed)
+        check_weights_fit(config, device, numbers, needed)
     if device.type == "cpu":
         threads.configure(max(1, cgroup.available_cpus() // config.cp_size))
         with threads.one_compiler():
             warm_up((dtype,))
     with fits(config, device, "the weights"):
         model = load_model(config.model, device, dtype, config.context_length, keeps_fp8=keeps_fp8)
-    # Activations and KV rows are float32 on a CPU, whatever the weights are (docs/adr/0003).
-    kv_dtype = torch.float32 if device.type == "cpu" else dtype
-    fp8_index_keys = config.index_cache_dtype == "fp8_e4m3"
-    return Weights(model, device, kinds_of(dtype, keeps_fp8), kv_dtype, fp8_index_keys)
+    return Weights(model, device, numbers)
 
 
 def _keeps_fp8(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -> bool:
@@ -156,14 +157,26 @@ def _keeps_fp8(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -
     return may and has_block_fp8(config.model)
 
 
-def kinds_of(dtype: torch.dtype, keeps_fp8: bool) -> str:
+def numbers_of(
+    dtype: torch.dtype,  # of the weights
+    device: torch.device,
+    keeps_fp8: bool = False,
+    index_cache_dtype: IndexCacheDtype = "auto",
+) -> Numbers:
     name = str(dtype).removeprefix("torch.")
-    return f"{name} and fp8_e4m3" if keeps_fp8 else name
+    # Activations and KV rows are float32 on a CPU, whatever the weights are (docs/adr/0003).
+    kv = "float32" if device.type == "cpu" else name
+    index_keys = kv if index_cache_dtype == "auto" else index_cache_dtype
+    return Numbers(weights=name, keeps_fp8=keeps_fp8, kv=kv, index_keys=index_keys)
 
 
 def _identify(config: WorkerConfig, weights: Weights) -> ModelId:
     """Of the folder as it is: nobody replaces a model's files in the moments of a load."""
-    return ModelId(fingerprint=fingerprint(Path(config.model)), dtype=weights.kinds)
+    return ModelId(
+        fingerprint=fingerprint(Path(config.model)),
+        numbers=weights.numbers,
+        rope_context=weights.model.rope_context,
+    )
 
 
 def _plan_capacity(config: WorkerConfig, weights: Weights) -> Capacity:
@@ -329,12 +342,10 @@ def _log_capacity(
             config.cp_size,
         )
     log.info(
-        "%s on %s in %s: KV %s%s, %d tokens in %d pages of %d (%.2f GiB a rank), context %d",
+        "%s on %s in %s: KV of %d tokens in %d pages of %d (%.2f GiB a rank), context %d",
         config.model,
         weights.device,
-        weights.kinds,
-        weights.kv_dtype,
-        ", index keys in fp8" if weights.geometry.fp8_index_keys else "",
+        weights.numbers,
         capacity.logical_tokens,
         capacity.logical_pages,
         capacity.page_size,

@@ -13,15 +13,46 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Role = Literal["colocated", "prefill", "decode"]
 
 
-class ModelId(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker computes with. Tokens of a request continue each other only where it is equal:
-    other weights, or the same in another dtype, would go on with another answer."""
+class Numbers(msgspec.Struct, frozen=True, kw_only=True):
+    """The kinds of number that a model is computed with."""
 
-    fingerprint: str  # of its folder: see engine.model.fingerprint
-    dtype: str  # of the weights in memory
+    weights: str  # in memory: float32, bfloat16 or float16
+    keeps_fp8: bool = False  # but for those that the checkpoint has in block fp8
+    kv: str  # of KV rows and activations
+    index_keys: str  # of the indexer's keys in the KV pool
+
+    @property
+    def names(self) -> list[str]:
+        """The weights' kind, and each other one that does not follow from it."""
+        names = [self.weights]
+        if self.keeps_fp8:
+            names.append("fp8_e4m3-weights")
+        if self.kv != self.weights:
+            names.append(f"{self.kv}-kv")
+        if self.index_keys != self.kv:
+            names.append(f"{self.index_keys}-index-keys")
+        return names
 
     def __str__(self) -> str:
-        return f"{self.fingerprint} in {self.dtype}"
+        return ", ".join(self.names)
+
+
+class ModelId(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker computes with. Tokens of a request continue each other only where it is equal:
+    other weights, or the same in other numbers, would go on with another answer."""
+
+    fingerprint: str  # of its folder: see engine.model.fingerprint
+    numbers: Numbers
+    rope_context: int = 0  # served tokens that the rope is scaled for; 0: it does not go by them
+
+    @property
+    def names(self) -> list[str]:
+        """All but the fingerprint."""
+        context = [f"{self.rope_context}-context"] if self.rope_context else []
+        return [*self.numbers.names, *context]
+
+    def __str__(self) -> str:
+        return f"{self.fingerprint} in {', '.join(self.names)}"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

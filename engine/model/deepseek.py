@@ -15,7 +15,7 @@ from engine.model.indexer import index_layers
 from engine.model.layers import Mlp, Vocabulary, activation_dtype, check_activation
 from engine.model.mla import MlaAttention
 from engine.model.moe import Moe
-from engine.model.rope import RotaryEmbedding
+from engine.model.rope import RotaryEmbedding, rope_context
 from engine.model.weights import Checkpoint
 from kernels.norm import rms_norm
 from kvcache.layout import KVGeometry
@@ -58,6 +58,7 @@ class DeepseekModel:
     def __init__(self, config: Any, checkpoint: Checkpoint) -> None:
         self.vocab_size = int(config.vocab_size)
         self.context_length = int(config.context_length)
+        self.rope_context = rope_context(config)
         indexers = index_layers(config)
         self.index_topk = int(config.index_topk) if indexers else 0
         self.geometry = KVGeometry(

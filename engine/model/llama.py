@@ -10,7 +10,7 @@ import torch
 
 from engine.attention.base import Attention
 from engine.model.layers import Mlp, Vocabulary, activation_dtype, check_activation
-from engine.model.rope import RotaryEmbedding, rope_parameters
+from engine.model.rope import RotaryEmbedding, rope_context, rope_parameters
 from engine.model.weights import Checkpoint
 from kernels.linear import linear
 from kernels.norm import rms_norm
@@ -123,6 +123,7 @@ class LlamaModel:
     def __init__(self, config: Any, checkpoint: Checkpoint) -> None:
         shape = Shape.from_config(config)
         self.context_length = int(config.context_length)
+        self.rope_context = rope_context(config)
         self.vocab_size = int(config.vocab_size)
         self.index_topk = 0
         self.geometry = KVGeometry(

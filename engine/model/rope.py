@@ -85,6 +85,12 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     return parameters
 
 
+def rope_context(config: Any) -> int:
+    """The served context length where frequencies go by it, else 0."""
+    follows = rope_parameters(config)["rope_type"] in _BY_CONTEXT
+    return int(config.context_length) if follows else 0
+
+
 def mla_softmax_scale(config: Any) -> float:
     """The softmax scale of multi-head latent attention: (nope + rope)**-0.5, times the square of
     yarn's magnitude where the config scales its rope and sets mscale_all_dim (DeepSeek-V2)."""
@@ -195,3 +201,4 @@ _VARIANTS: Final[dict[str, _Variant]] = {
     "longrope": _longrope,
     "llama3": _llama3,
 }
+_BY_CONTEXT: Final = ("dynamic", "longrope")  # those that read `served`

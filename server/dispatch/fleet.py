@@ -104,7 +104,8 @@ class Fleet:
         return (
             f"it holds the model {theirs} of {hello.model}, the {first.hello.role} worker at"
             f" {first.address} {first.hello.model_id} of {first.hello.model}; expected the same"
-            " --model files and --dtype for all workers"
+            " --model files, --dtype, --quantization, --index-cache-dtype and --context-length on"
+            " the same kind of --device for all workers"
         )
 
     def join(self, address: str, hello: Hello) -> Worker:

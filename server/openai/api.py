@@ -70,8 +70,7 @@ class Api:
 def system_fingerprint(capabilities: Capabilities) -> str | None:
     """Equal while the same seed says the same; None where nothing tells the weights."""
     model = capabilities.model_id
-    kind = model.dtype.replace(" and ", "_")  # where some weights are held in another
-    return f"fp_{model.fingerprint}_{kind}" if model.fingerprint else None
+    return "_".join(["fp", model.fingerprint, *model.names]) if model.fingerprint else None
 
 
 def from_engine(error: EngineError) -> APIError:

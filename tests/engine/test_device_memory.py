@@ -22,7 +22,7 @@ from engine.device_memory import (
     free_device_bytes,
     measure_steps,
 )
-from engine.loading import load_engine
+from engine.loading import load_engine, numbers_of
 from engine.model.registry import load_model
 from tests.tiny import save_llama
 
@@ -35,13 +35,14 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GIB, 80 * GIB))
     config = WorkerConfig(model="big", listen_address="")
     device = torch.device("cuda", 1)
-    check_weights_fit(config, device, "bfloat16", 70 * GIB)
+    numbers = numbers_of(torch.bfloat16, device)
+    check_weights_fit(config, device, numbers, 70 * GIB)
     with pytest.raises(
         CapacityError,
         match=r"--model big: its weights take 71\.00 GiB in bfloat16, and cuda:1 has 70\.00 GiB of "
         r"80\.00 GiB free",
     ):
-        check_weights_fit(config, device, "bfloat16", 71 * GIB)
+        check_weights_fit(config, device, numbers, 71 * GIB)
 
 
 def test_a_pool_that_does_not_fit_is_refused_and_the_largest_is_named() -> None:

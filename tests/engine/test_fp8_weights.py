@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine import loading
 from engine.model.deepseek import DeepseekModel
@@ -66,16 +67,18 @@ def serve(folder: Path, **options: str) -> Client:
 def test_workers_of_the_two_kinds_are_told_apart(folder: Path, like_a_gpu: None) -> None:
     """One that keeps fp8 adds other digits than one that does not."""
     kept, widened = serve(folder), serve(folder, quantization="none")
-    assert kept.engine.model_id.dtype == "bfloat16 and fp8_e4m3"
-    assert widened.engine.model_id.dtype == "bfloat16"
+    numbers = kept.engine.model_id.numbers
+    assert (numbers.weights, numbers.keeps_fp8) == ("bfloat16", True)
+    assert widened.engine.model_id.numbers == replace(numbers, keeps_fp8=False)
     assert {end.finish_reason for end in kept.ends.values()} == {"length"}
     assert [len(tokens) for tokens in kept.tokens.values()] == [4, 4, 4]
 
 
 def test_float32_is_not_left_in_fp8(folder: Path, like_a_gpu: None) -> None:
     client = Client(folder, max_total_tokens=64 * 16)
-    assert client.engine.model_id.dtype == "float32"
+    assert str(client.engine.model_id.numbers) == "float32"
 
 
 def test_a_cpu_dequantises(folder: Path) -> None:
-    assert serve(folder).engine.model_id.dtype == "bfloat16"
+    numbers = serve(folder).engine.model_id.numbers
+    assert (numbers.weights, numbers.keeps_fp8, numbers.kv) == ("bfloat16", False, "float32")

@@ -58,6 +58,8 @@ def test_the_option_changes_what_the_pool_holds_and_what_is_counted(folder, alon
     # Of 3 layers: 48 numbers of latent and rope key, 32 of an index key.
     assert plain.engine.bytes_per_token == 3 * 4 * (48 + 32)
     assert alone.engine.bytes_per_token == 3 * (4 * 48 + 32 + 4)
+    assert alone.engine.model_id.numbers.index_keys == "fp8_e4m3"
+    assert plain.engine.model_id.numbers.index_keys == "float32"
     for client in (plain, alone):
         pool = client.engine.leader.pool
         assert pool.num_bytes == 65 * PAGE * client.engine.bytes_per_token

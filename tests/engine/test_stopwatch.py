@@ -26,10 +26,11 @@ from engine.messages import (
 )
 from engine.stopwatch import Stopwatch
 from engine.tracing import Attributes, NoTracer
-from engine.types import FinishReason, MetricFamily, ModelId, Request, SamplingParams, TokenOut
+from engine.types import FinishReason, MetricFamily, Request, SamplingParams, TokenOut
 from kvcache.transfer.loopback import LoopbackEngine, LoopbackNetwork
 from kvcache.transfer.record import PoolRecord
 from tests.engine.handoff.pair import DECODE, FRONT, Pair
+from tests.identity import MODEL_ID
 from tests.tiny import save_dsa
 
 PAGE = 64
@@ -38,7 +39,7 @@ REQUEST = Request(rid="r", token_ids=[1, 2, 3], sampling=SamplingParams(max_toke
 RESERVATION = Reservation(
     session="127.0.0.1:1",
     pool=PoolRecord(page_size=PAGE, num_row_pages=2, buffers=()),
-    model_id=ModelId(fingerprint="", dtype="float32"),
+    model_id=MODEL_ID,
     first_position=0,
     dst_pages=[1],
 )

@@ -78,7 +78,7 @@ def test_an_engine_serves_and_nothing_waits(tmp_path, monkeypatch, cuda_graphs) 
             folder, device="cuda", dtype="bfloat16", quantization=quantization,
             cuda_graphs=cuda_graphs, **options,
         )  # fmt: skip
-        assert client.engine.model_id.dtype.endswith("fp8_e4m3") == (quantization == "auto")
+        assert client.engine.model_id.numbers.keeps_fp8 == (quantization == "auto")
         with monkeypatch.context() as patch:
             never_waits(patch, "_forward_all")
             for i, length in enumerate((5, 70, 299, 400)):

@@ -9,11 +9,11 @@ import torch
 
 from engine.handoff.pusher import Pusher
 from engine.handoff.room import Reservation, RoomReport
-from engine.types import ModelId
 from kvcache.pool import KVPool
 from kvcache.transfer.digest import page_digest
 from kvcache.transfer.mooncake import MooncakeEngine
 from kvcache.transfer.plan import register_pool
+from tests.identity import MODEL_ID
 from tests.kvcache.transfer.pools import GEOMETRIES, PAGE, randomise
 
 NUM_PAGES = 12
@@ -38,7 +38,7 @@ def test_what_the_device_has_still_to_write_is_waited_for(geometry: str) -> None
     reservation = Reservation(
         session=engines[1].session,
         pool=theirs.record(),
-        model_id=ModelId(fingerprint="", dtype=""),
+        model_id=MODEL_ID,
         first_position=0,
         dst_pages=pages[::-1],
     )

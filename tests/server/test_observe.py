@@ -16,7 +16,7 @@ from server.dispatch.fleet import Fleet
 from server.metrics import Metrics
 from tests.documented import DOCS, documented
 from tests.engine.handoff.pair import Pair
-from tests.server.worker import MODEL_ID
+from tests.identity import MODEL_ID
 from tests.tiny import save_dsa
 
 

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
+from typing import Any
 
 import msgspec
 import pytest
 
 from engine.types import ModelId
 from server.verbs import main
+from tests.identity import MODEL_ID
 from tests.server.scripted import MODEL_NAME, Server, reply, serving
 from tests.server.stream import SPOKEN, TEXT, Stream, stalling
 from tests.server.test_metrics import scrape
-from tests.server.worker import MODEL_ID, ScriptedWorker
+from tests.server.worker import ScriptedWorker
 
 OTHER = msgspec.structs.replace(MODEL_ID, fingerprint="fedcba9876543210")
-HALF = msgspec.structs.replace(MODEL_ID, dtype="bfloat16")
+
+
+def in_numbers(**changes: Any) -> ModelId:
+    numbers = msgspec.structs.replace(MODEL_ID.numbers, **changes)
+    return msgspec.structs.replace(MODEL_ID, numbers=numbers)
+
+
+HALF = in_numbers(weights="bfloat16")
+FP8_KEYS = in_numbers(index_keys="fp8_e4m3")
 
 
 def refused(server: Server) -> list[str]:
@@ -28,7 +38,7 @@ def served(server: Server) -> list[str]:
     return [worker.address for worker in server.client.fleet]
 
 
-@pytest.mark.parametrize("other", [OTHER, HALF], ids=["weights", "dtype"])
+@pytest.mark.parametrize("other", [OTHER, HALF, FP8_KEYS], ids=["weights", "dtype", "index keys"])
 def test_a_worker_with_another_model_than_the_first_gets_nothing(
     other: ModelId, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,7 +49,7 @@ def test_a_worker_with_another_model_than_the_first_gets_nothing(
         assert (served(server), refused(server)) == ([first.address], [second.address])
         (line,) = [record.getMessage() for record in caplog.records]
         assert all(part in line for part in (second.address, str(other), first.address))
-        assert str(MODEL_ID) in line and "expected the same --model files and --dtype" in line
+        assert str(MODEL_ID) in line and "expected the same --model files, --dtype, " in line
 
         for _ in range(4):
             assert Stream(server).answer() == (TEXT, ["stop"])
@@ -106,15 +116,26 @@ def test_a_worker_that_comes_back_with_another_model_is_refused() -> None:
         server.until(lambda: served(server) == [address])
 
 
-def test_the_fingerprint_of_answers_is_that_of_weights_and_dtype() -> None:
+def test_the_fingerprint_of_answers_tells_all_that_changes_them() -> None:
+    """It has no spaces: it goes into log lines and spreadsheets."""
     found = []
+    others = [
+        OTHER,
+        HALF,
+        FP8_KEYS,
+        in_numbers(weights="bfloat16", kv="bfloat16", index_keys="bfloat16"),
+        in_numbers(weights="bfloat16", keeps_fp8=True),
+        msgspec.structs.replace(MODEL_ID, rope_context=4096),
+        msgspec.structs.replace(MODEL_ID, rope_context=8192),
+    ]
     unknown = msgspec.structs.replace(MODEL_ID, fingerprint="")
-    for model_id in (MODEL_ID, MODEL_ID, OTHER, HALF, unknown):
+    for model_id in (MODEL_ID, MODEL_ID, *others, unknown):
         with serving() as server:
             server.add_worker(reply(SPOKEN), model_id=model_id)
             body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 1}
             answer = server.http.post("/v1/completions", json=body).json()
             found.append(answer["system_fingerprint"])
     assert found[0] == found[1]
-    assert len(set(found)) == 4
+    assert len(set(found)) == 2 + len(others)
+    assert all(name.isascii() and not set(name) & set(" ,;") for name in found[:-1])
     assert found[-1] is None

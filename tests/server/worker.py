@@ -35,13 +35,13 @@ from engine.messages import (
 )
 from engine.types import Load, MetricFamily, ModelId, Role, TokenOut
 from kvcache.transfer.record import PoolRecord
+from tests.identity import MODEL_ID
 
 Script = Callable[[Submit], Iterator[TokenOut | None]]  # None: nothing to say yet
 
 PAGE_SIZE = 64
 BEAT_S = 0.5
 _PIDS = itertools.count(1_000_000)
-MODEL_ID = ModelId(fingerprint="0123456789abcdef", dtype="float32")
 _NO_PAGES = Reservation(
     session="127.0.0.1:1",
     pool=PoolRecord(page_size=PAGE_SIZE, num_row_pages=1, buffers=()),

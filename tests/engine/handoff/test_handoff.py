@@ -15,19 +15,19 @@ from engine.channel import Disconnected
 from engine.handoff.decode_side import GONE_LOOKS, LEASE_LOOKS
 from engine.messages import Abort, Handoff, Hello, Prefill, RoomClosed
 from engine.peers import LOOK_S
-from engine.types import ModelId
 from kvcache.transfer.base import LATE_BYTES_S
 from kvcache.transfer.digest import page_digest
 from kvcache.transfer.loopback import LoopbackEngine, LoopbackNetwork
 from tests.engine.apart import run_apart
 from tests.engine.client import Client
 from tests.engine.handoff.pair import DECODE, FRONT, PREFILL, Pair
+from tests.identity import MODEL_ID
 from tests.tiny import save_dsa, save_llama, save_mla
 
 PAGE = 64
 HELLO = Hello(
     instance_id="", role="prefill", pid=1, host="", model="", vocab_size=199, context_length=1024,
-    page_size=PAGE, total_pages=16, model_id=ModelId(fingerprint="", dtype=""),
+    page_size=PAGE, total_pages=16, model_id=MODEL_ID,
 )  # fmt: skip
 SAVES = {"dsa": save_dsa, "mla": save_mla, "gqa": save_llama}
 LENGTHS = (1, 2, 63, 64, 65, 130, 300)
@@ -359,6 +359,7 @@ def test_a_reservation_that_does_not_fit_is_refused(pair: Pair, fault: str) -> N
     asked = pair.to_prefill.popleft()
     wanted = asked.reservation
     model_id = pair.prefill.engine.model_id
+    in_bfloat16 = replace(model_id, numbers=replace(model_id.numbers, weights="bfloat16"))
     other = tuple(replace(buffer, dtype="x") for buffer in wanted.pool.buffers)
     wrong = {
         "geometry": replace(
@@ -367,9 +368,7 @@ def test_a_reservation_that_does_not_fit_is_refused(pair: Pair, fault: str) -> N
         "weights": replace(
             asked, reservation=replace(wanted, model_id=replace(model_id, fingerprint="0f"))
         ),
-        "dtype": replace(
-            asked, reservation=replace(wanted, model_id=replace(model_id, dtype="bfloat16"))
-        ),
+        "dtype": replace(asked, reservation=replace(wanted, model_id=in_bfloat16)),
         "page": replace(asked, reservation=replace(wanted, dst_pages=[1, 10_000])),
         "too few": replace(asked, reservation=replace(wanted, dst_pages=[1])),
         "frontend": replace(asked, frontend="nobody"),

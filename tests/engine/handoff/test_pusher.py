@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from engine.handoff.pusher import Pusher
 from engine.handoff.room import Reservation, RoomReport
-from engine.types import ModelId
 from kvcache.transfer.base import TransferEngine
 from kvcache.transfer.loopback import LoopbackEngine, LoopbackNetwork
 from kvcache.transfer.mooncake import MooncakeEngine
 from kvcache.transfer.plan import register_pool
+from tests.identity import MODEL_ID
 from tests.kvcache.transfer.pools import GEOMETRIES, MLA, contents, random_pool
 
 WAIT_S = 60.0
@@ -38,7 +38,7 @@ class Decode:
         return Reservation(
             session=self.engine.session,
             pool=self.pool.record(),
-            model_id=ModelId(fingerprint="", dtype=""),
+            model_id=MODEL_ID,
             first_position=first_position,
             dst_pages=dst_pages,
         )

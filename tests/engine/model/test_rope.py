@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.model.rope import RotaryEmbedding, mla_softmax_scale
+from engine.model.rope import RotaryEmbedding, mla_softmax_scale, rope_context
 
 DIM = 32
 LIMIT = 4096
@@ -154,6 +154,17 @@ def test_dynamic_follows_the_served_context(served: int) -> None:
     want, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=served)
     rotary = RotaryEmbedding.from_config(config, DIM, context_length=served)
     assert torch.equal(rotary.inv_freq, want)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_served_context_is_told_where_frequencies_follow_it(name: str) -> None:
+    config = config_of(VARIANTS[name])
+    frequencies = []
+    for served in (512, 3 * LIMIT):
+        config.context_length = served
+        frequencies.append(RotaryEmbedding.from_config(config, DIM).inv_freq)
+    follows = not torch.equal(*frequencies)
+    assert rope_context(config) == (3 * LIMIT if follows else 0)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope", "yarn"])

@@ -7,7 +7,7 @@ import pytest
 from kvcache.events import page_hashes
 from server.dispatch.fleet import Capabilities
 from server.router.prompt_hashes import hash_prompts, prompt_hashes
-from tests.server.worker import MODEL_ID
+from tests.identity import MODEL_ID
 
 
 @pytest.mark.parametrize("num_tokens", [0, 2, 3, 64 * 3 - 1, 64 * 3, 64 * 3 + 1, 1000])
