@@ -22,12 +22,15 @@ import torch
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
+from benchmarks.random_models import RandomWeights
 from engine.attention.group import GroupAttention
 from engine.attention.paged import PagedAttention
 from engine.model.deepseek import DeepseekModel
+from engine.page_tables import PageTables
 from engine.parallel.mesh import Mesh
 from engine.plan import Extend, Start, StepPlan
 from engine.runner import Runner
+from engine.staging import Staging
 from engine.types import SamplingParams, TokenLogprob
 from kvcache.pool import KVPool
 
@@ -42,29 +45,6 @@ class Config(SimpleNamespace):
 
     def standardize_rope_params(self) -> None:
         """They are standard."""
-
-
-class RandomWeights:
-    """Stands for a checkpoint: normal(0, 0.02), norms 1, the same on every rank."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
-
-    def has(self, name: str) -> bool:
-        return True
-
-    def get(self, name: str, shape: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        dtype = dtype or self.dtype
-        if "norm" in name:
-            value = 0.0 if name.endswith("bias") else 1.0
-            return torch.full(tuple(shape), value, dtype=dtype, device=self.device)
-        seed = int.from_bytes(name.encode()[-8:], "little") % 2**31
-        generator = torch.Generator(self.device).manual_seed(seed)
-        drawn = torch.randn(tuple(shape), generator=generator, device=self.device)
-        return (drawn * 0.02).to(dtype)
-
-    def fused(self, parts: list[tuple[str, int]], *inner: int) -> torch.Tensor:
-        return torch.cat([self.get(name, (rows, *inner)) for name, rows in parts])
 
 
 def model_config(layers: int, tiny: bool) -> Any:
@@ -149,9 +129,9 @@ def build(
         attention.begin,
         mesh,
         "in-seq-split",
+        tables=PageTables(1, num_pages, mesh.device),
+        staging=Staging(mesh.device),
         page_size=PAGE,
-        max_running=1,
-        max_pages=num_pages,
     )
     return runner, attention, num_pages
 
