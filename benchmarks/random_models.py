@@ -139,6 +139,7 @@ class RandomWeights:
         self._keeps_fp8 = keeps_fp8
         self._std = std
         self._source = torch.device("cpu") if draws_on_cpu else device
+        self.held_bytes = 0  # counted only where workers share a machine's memory: not here
 
     def has(self, name: str) -> bool:
         # In fp8 experts are published one by one.

@@ -184,7 +184,7 @@ def _plan_capacity(config: WorkerConfig, weights: Weights) -> Capacity:
     chunk_size, bytes_per_token = chunk_size_of(config, device), weights.bytes_per_token
     weight_size, device_bytes = 0, None  # in the machine's memory, and not
     if device.type == "cpu":
-        weight_size = weight_bytes(config.model, resolve_dtype(config.dtype, device))
+        weight_size = model.num_bytes
         free_bytes, most_bytes = free_host_bytes(config, weight_size), most_host_bytes(config)
     else:
         free_bytes = most_bytes = device_bytes = free_device_bytes(

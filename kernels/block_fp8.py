@@ -52,6 +52,10 @@ class BlockFp8:
     def dtype(self) -> torch.dtype:
         return self.codes.dtype
 
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
     def __getitem__(self, key: int | slice) -> BlockFp8:
         """An expert's matrix of [E, N, K]; rows of [N, K], from the beginning of a block on."""
         if isinstance(key, int):

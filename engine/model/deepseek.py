@@ -79,6 +79,7 @@ class DeepseekModel:
         self.rotary_emb = RotaryEmbedding.from_config(
             config, config.qk_rope_head_dim, device=checkpoint.device
         )
+        self.num_bytes = checkpoint.held_bytes
 
     @classmethod
     def load(cls, config: Any, checkpoint: Checkpoint) -> DeepseekModel:

@@ -142,6 +142,7 @@ class LlamaModel:
         self.rotary_emb = RotaryEmbedding.from_config(
             config, shape.rotary_dim, device=checkpoint.device
         )
+        self.num_bytes = checkpoint.held_bytes
 
     @classmethod
     def load(cls, config: Any, checkpoint: Checkpoint) -> LlamaModel:

@@ -64,6 +64,7 @@ class Checkpoint:
         self._progress = _progress_bar()
         self._task = self._progress.add_task(f"Loading {self.folder.name}", total=total)
         self._num_bytes = 0
+        self._held_bytes = 0
 
     def __enter__(self) -> Checkpoint:
         self._progress.start()
@@ -93,6 +94,11 @@ class Checkpoint:
     def gigabytes(self) -> float:
         """Read so far, as stored."""
         return self._num_bytes / 1e9
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all that was asked for so far, as it is held."""
+        return self._held_bytes
 
     @property
     def unused(self) -> frozenset[str]:
@@ -156,6 +162,8 @@ class Checkpoint:
             raise WeightError(
                 f"tensor {name!r} in {path} has the shape {list(found)}, expected {list(out.shape)}"
             )
+        if not name.endswith(_SCALE):
+            self._held_bytes += out.nbytes
         if isinstance(out, BlockFp8):
             out.codes.copy_(self._read(name))
             self.fill(out.scales, self._scale_name(name))

@@ -16,6 +16,7 @@ from engine.capacity import CapacityError, free_host_bytes, plan_capacity
 from engine.config import LocalFleet, LocalWorker, WorkerConfig
 from engine.fleet_memory import check_fleet_fits
 from engine.loading import load_engine
+from engine.model.weights import Checkpoint
 from kvcache.host_size import HostMemory
 from tests.tiny import save_llama
 
@@ -116,6 +117,24 @@ def test_a_worker_with_few_beside_it_takes_a_quarter() -> None:
         config = fleet_of(*workers)
         pages = plan_capacity(config, MODEL, free_host_bytes(config, 0), 1024, 128).num_pages
         assert 2 * (pages + 1) * PAGE == 4 * GIB
+
+
+def test_on_a_cpu_the_checkpoint_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+    init = Checkpoint.__init__
+
+    def note(self: Checkpoint, folder: Path | str, *args: Any, **options: Any) -> None:
+        opened.append(folder)
+        init(self, folder, *args, **options)
+
+    monkeypatch.setattr(Checkpoint, "__init__", note)
+    folder = str(save_llama(tmp_path))
+    config = fleet_of(with_tokens(PREFILL, 0.01), with_tokens(DECODE, 0.01), device="cpu")
+    config = msgspec.structs.replace(config, model=folder, role="colocated", cp_size=1)
+    load_engine(config).close()
+    assert opened == [folder]
 
 
 def test_a_fleet_that_does_not_fit_is_refused_before_a_pool_is_made(

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from engine.model.registry import load_model
 from engine.model.weights import Checkpoint, WeightError, has_block_fp8, weight_bytes
 from kernels.block_fp8 import BlockFp8
+from tests.tiny import save_dsa, save_dsa_fp8, save_llama
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -366,7 +369,22 @@ def test_the_size_of_what_would_be_loaded_is_known_beforehand(tmp_path: Path) ->
     assert weight_bytes(tmp_path, torch.float32) == 4 * (15 + 4)
 
 
+@pytest.mark.parametrize("save", [save_llama, save_dsa, save_dsa_fp8])
+def test_a_loaded_model_knows_its_size(save: Callable[[Path], Path], tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    model = load_model(folder, "cpu", torch.float32)
+    assert model.num_bytes == weight_bytes(folder, torch.float32)
+
+
 def test_the_size_of_fp8_that_is_kept_has_its_scales(tmp_path: Path) -> None:
     save_fp8_parts(tmp_path, 144, a=128, b=256)
-    assert weight_bytes(tmp_path, torch.bfloat16, keeps_fp8=True) == 144 * 384 + 4 * 2 * 3
-    assert weight_bytes(tmp_path, torch.bfloat16) == 2 * 144 * 384
+    kept, widened = 144 * 384 + 4 * 2 * 3, 2 * 144 * 384
+    assert weight_bytes(tmp_path, torch.bfloat16, keeps_fp8=True) == kept
+    assert weight_bytes(tmp_path, torch.bfloat16) == widened
+    for opened, num_bytes in (
+        (keeping(tmp_path), kept),
+        (open_cpu(tmp_path, torch.bfloat16), widened),
+    ):
+        with opened as checkpoint:
+            checkpoint.weight([("a", 128), ("b", 256)], 144)
+            assert checkpoint.held_bytes == num_bytes
