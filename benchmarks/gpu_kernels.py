@@ -30,6 +30,7 @@ from kernels.fp8_keys import E4M3, Fp8Keys, IndexKeys
 from kernels.gpu import (
     fp8,
     index_logits,
+    index_tiles,
     index_topk,
     moe,
     norm,
@@ -258,10 +259,10 @@ def tiles() -> None:
     index = Index.draw(4096, 1, length, is_fp8=True)
     out = torch.empty((4096, length), device="cuda")
     own = *index.operands, index.keys, index.pages[0], length - 4096, PAGE, out
-    usual = index_logits.causal_tile(HEADS, DIM, E4M3, card_of(out.device))
+    usual = index_tiles.causal_tile(HEADS, DIM, E4M3, card_of(out.device))
     cuts = product((1, 2, 4), (64, 128), (2048, 4096, 8192), (4, 8), (2, 3, 4))
     prefilled = [partial(index_logits.causal, *own)] * 2
-    _fastest("prefill, 4096 x 32k", usual, starmap(index_logits.Tile, cuts), prefilled)
+    _fastest("prefill, 4096 x 32k", usual, starmap(index_tiles.Tile, cuts), prefilled)
     for num in (1, 16, 64):
         index, counts = Index.draw(num, num, length, is_fp8=True), _lengths(num, length)
         out = torch.empty((num, length), device="cuda")
@@ -276,9 +277,9 @@ def tiles() -> None:
             out,
             programs,
         )
-        usual = index_logits.paged_tile(num, HEADS, DIM, E4M3, card_of(out.device))
+        usual = index_tiles.paged_tile(num, HEADS, DIM, E4M3, card_of(out.device))
         cuts = product((1,), (32, 64, 128), (128, 256, 512, 1024), (2, 4, 8), (2, 3, 4, 6, 8))
-        _fastest(f"decodes, {num} x 32k", usual, starmap(index_logits.Tile, cuts), [paged] * 10)
+        _fastest(f"decodes, {num} x 32k", usual, starmap(index_tiles.Tile, cuts), [paged] * 10)
 
 
 def topk_tiles() -> None:

@@ -9,19 +9,16 @@ scales come last, once a key.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.fp8_keys import Fp8Keys, IndexKeys
-from kernels.gpu.card import Card, card_of
+from kernels.gpu.card import card_of
 from kernels.gpu.fp8 import decode
+from kernels.gpu.index_tiles import Tile, causal_tile, paged_tile
 from kernels.gpu.shares import queries_of
-
-_KEYS: Final = 64  # of one product
-_OTHER_BYTES: Final = 8 << 10  # of a program's shared memory: what is not keys or queries
 
 
 @triton.jit
@@ -196,17 +193,6 @@ def _paged(
             tl.store(target, scores, mask=(position < limit)[:, None])
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How the work is cut."""
-
-    queries: int  # of a program
-    keys: int  # of one product
-    span: int  # positions of a program
-    warps: int
-    stages: int
-
-
 def causal(
     q: torch.Tensor,  # [M, H, D]; e4m3 where the keys are
     weights: torch.Tensor,  # [M, H] float32
@@ -229,8 +215,7 @@ def causal(
         held.q, weights, held.keys, held.scales, pages, out, num_queries, heads, dim, start, least,
         tile.span, q.stride(0), q.stride(1), weights.stride(0), out.stride(0),
         held.page_stride, held.scale_stride, QUERIES=tile.queries, SCALED=held.is_scaled,
-        DECODED=held.is_decoded, STAGES=tile.stages, num_warps=tile.warps,
-        **_shape(heads, dim, page_size, tile),
+        DECODED=held.is_decoded, **tile.constants(heads, dim, page_size),
     )  # fmt: skip
 
 
@@ -257,45 +242,9 @@ def paged(
         held.q, weights, held.keys, held.scales, pages, counts, out, num, heads, dim, least,
         tile.span, q.stride(0), q.stride(1), weights.stride(0), pages.stride(0), out.stride(0),
         held.page_stride, held.scale_stride, NUM=queries_of(num),
-        SCALED=held.is_scaled, DECODED=held.is_decoded, STAGES=tile.stages,
-        num_warps=tile.warps, **_shape(heads, dim, page_size, tile),
+        SCALED=held.is_scaled, DECODED=held.is_decoded,
+        **tile.constants(heads, dim, page_size),
     )  # fmt: skip
-
-
-def causal_tile(heads: int, dim: int, dtype: torch.dtype, card: Card) -> Tile:
-    """128 columns leave registers for three programs a multiprocessor, one of which multiplies
-    while the others sum. Of 8 bits Hopper takes 256 and more blocks ahead: keys are read half as
-    often."""
-    wide, row = _padded_heads(heads), _padded_dim(dim) * dtype.itemsize
-    columns, stages = 64 if dtype == torch.float32 else 128, 3
-    if row <= 128 and card.capability == 9:
-        columns, stages = 256, 6
-    while columns > wide and _stages(2, columns, row, card) < 2:
-        columns //= 2
-    columns = max(columns, wide)
-    return Tile(columns // wide, _KEYS, 4096, 4, _stages(stages, columns, row, card))
-
-
-def paged_tile(num: int, heads: int, dim: int, dtype: torch.dtype, card: Card) -> Tile:
-    """Few requests are cut finer, so that every multiprocessor has something to read."""
-    row = _padded_dim(dim) * dtype.itemsize
-    stages = 8 if row <= 128 else 6 if row <= 256 else 3
-    span = 128 if num < 4 else 512 if num < 64 else 1024
-    return Tile(1, _KEYS, span, 4, _stages(stages, _padded_heads(heads), row, card))
-
-
-def _stages(most: int, columns: int, row_bytes: int, card: Card) -> int:
-    """So many blocks of keys at a time, one of them in registers, fit beside the queries."""
-    left = card.shared_bytes - columns * row_bytes - _OTHER_BYTES
-    return max(1, min(most, 1 + left // (_KEYS * row_bytes)))
-
-
-def _padded_heads(heads: int) -> int:
-    return int(triton.next_power_of_2(max(heads, 16)))
-
-
-def _padded_dim(dim: int) -> int:
-    return int(triton.next_power_of_2(max(dim, 32)))  # which tensor cores take of 8 bits at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,15 +270,3 @@ def _hold(q: torch.Tensor, keys: IndexKeys, page_size: int, native: bool | None)
     if native:
         return _Held(q, codes.view(q.dtype), scales, *strides, True, False)
     return _Held(q.view(torch.uint8), codes, scales, *strides, True, True)
-
-
-def _shape(heads: int, dim: int, page_size: int, tile: Tile) -> dict[str, int | bool]:
-    wide = _padded_dim(dim)
-    return {
-        "HEADS": _padded_heads(heads),
-        "DIM": wide,
-        "KEYS": tile.keys,
-        "PAGE": page_size,
-        "WITHIN_PAGE": page_size % tile.keys == 0,
-        "EVEN_DIM": dim == wide,
-    }

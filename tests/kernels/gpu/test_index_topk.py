@@ -10,7 +10,7 @@ import torch
 import kernels.index_logits as reference
 from kernels.fp8_keys import E4M3, Fp8Keys, store_keys
 from kernels.fp8_keys import quantise_queries as reference_queries
-from kernels.gpu import fp8, index_logits, index_topk
+from kernels.gpu import fp8, index_logits, index_tiles, index_topk
 from kernels.gpu.card import Card, card_of
 from kernels.index_topk import rows_of
 from tests.kernels.fp8_by_hand import HARD
@@ -229,8 +229,8 @@ def test_queries_are_quantised_as_the_torch_form_does(dtype, device) -> None:
 def test_tiles_fit_the_card(kibibytes: int, heads: int, dim: int, dtype: torch.dtype) -> None:
     """Queries, and the blocks of keys that are under way beside the one that is multiplied."""
     card = Card(100, 9 if kibibytes == 227 else 8, kibibytes << 10)
-    tiles = [index_logits.causal_tile(heads, dim, dtype, card)]
-    tiles += [index_logits.paged_tile(num, heads, dim, dtype, card) for num in (1, 16, 128)]
+    tiles = [index_tiles.causal_tile(heads, dim, dtype, card)]
+    tiles += [index_tiles.paged_tile(num, heads, dim, dtype, card) for num in (1, 16, 128)]
     for tile in tiles:
         columns = tile.queries * max(16, 1 << (heads - 1).bit_length())
         rows = columns + tile.keys * (tile.stages - 1)
