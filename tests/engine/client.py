@@ -28,8 +28,8 @@ class Client:
         self.prompts: dict[str, list[int]] = {}
         self.sampling: dict[str, dict] = {}
         self.takes_reports = True  # what the ranks report beside the steps; else it waits
-        self._reported = threading.Semaphore(0)
-        self.engine.mailbox.on_put = self._reported.release
+        self.woken = threading.Semaphore(0)  # once for each report, and by whoever has news
+        self.engine.mailbox.on_put = self.woken.release
 
     def close(self) -> None:
         self.engine.close()
@@ -57,7 +57,7 @@ class Client:
         """Until nothing is left to do and no copy is under way."""
         while self.step() or self.engine.scheduler.cache.num_under_way:
             if self.engine.scheduler.cache.num_under_way:
-                assert self._reported.acquire(timeout=60)
+                assert self.woken.acquire(timeout=60)
         load = self.engine.scheduler.load
         assert load.locked_pages == 0
         assert load.free_pages + load.evictable_pages == self.engine.capacity.logical_pages

@@ -1,23 +1,23 @@
-"""A group of two processes of which one copies seconds later than the other: nobody waits who need
-not, no page is reused before its time, aborts included, and every answer is what it is alone."""
+"""A group of two processes of which one copies later than the other: nobody waits who need not, no
+page is reused before its time, aborts included, and every answer is what it is alone."""
 
 from __future__ import annotations
 
 import functools
+import os
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from kvcache.host_copies import LANES, Lane
 from tests.engine import held_rank
 from tests.engine.client import Client
 from tests.tiny import save_dsa
 
 PAGE = 64
-LATE_S = 2.0  # how late the rank is; nothing is measured by it
 
 
 def prompt(num_tokens: int, seed: int) -> list[int]:
@@ -28,29 +28,46 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
 class Held:
     """A group of two whose rank 1 holds its copies, and a client of it."""
 
-    def __init__(self, model: Path, folder: Path, num_pages: int) -> None:
-        self.folder = folder
-        self.client = Client(
-            model, max_total_tokens=PAGE * num_pages // 2, hicache=True, cp_size=2, hicache_ratio=4
-        )
-        self.scheduler = self.client.engine.scheduler
+    def __init__(self, client: Client, gates: Mapping[Lane, int], says: int) -> None:
+        """`gates`, `says`: this side's ends of the rank's pipes."""
+        self.client = client
+        self.scheduler = client.engine.scheduler
+        self._gates = dict(gates)
+        self._said: set[str] = set()
+        self._lane_after: dict[str, Lane] = {}
+        self._hears = threading.Thread(target=self._hear, args=(says,))
+        self._hears.start()
 
-    def go(self, lane: str) -> None:
-        (self.folder / f"{lane}.goes").touch()
+    def go(self, lane: Lane) -> None:
+        if (gate := self._gates.pop(lane, None)) is not None:
+            os.close(gate)
 
-    def hold(self, lane: str) -> None:
-        (self.folder / f"{lane}.goes").unlink()
-        (self.folder / f"{lane}.holds").unlink(missing_ok=True)
+    def go_after(self, said: str, lane: Lane) -> None:
+        """Once the rank says so next."""
+        self._lane_after[said] = lane
 
-    def holds(self, lane: str) -> bool:
-        return (self.folder / f"{lane}.holds").exists()
+    def has_said(self, what: str) -> bool:
+        return what in self._said
 
     def step_until(self, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
         while not is_so():
-            assert time.monotonic() < deadline
             if not self.client.step():
-                time.sleep(0.01)
+                assert self.client.woken.acquire(timeout=120)
+
+    def close(self) -> None:
+        for lane in LANES:
+            self.go(lane)
+        self.client.close()
+        self._hears.join()
+
+    def _hear(self, says: int) -> None:
+        with open(says) as lines:
+            for line in lines:
+                said = line.strip()
+                self._said.add(said)
+                if (lane := self._lane_after.pop(said, None)) is not None:
+                    self.go(lane)
+                self.client.woken.release()
 
     def is_done(self, *rids: str) -> bool:
         return all(rid in self.client.ends for rid in rids)
@@ -78,23 +95,27 @@ def expected(model: Path) -> Callable[[list[int]], list[int]]:
 
 
 @pytest.fixture
-def held(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    spawn = functools.partial(held_rank.spawn, tmp_path)
+def held(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    gates, (hears, says) = {lane: os.pipe() for lane in LANES}, os.pipe()
+    pipes = held_rank.Pipes({lane: ends[0] for lane, ends in gates.items()}, says)
+    spawn = functools.partial(held_rank.spawn, pipes)
     monkeypatch.setattr("engine.parallel.group._spawn", spawn)
-    held = Held(model, tmp_path, num_pages=12)
+    options = {"max_total_tokens": PAGE * 6, "cp_size": 2, "hicache": True, "hicache_ratio": 4}
+    client = Client(model, **options)
+    for end in (*pipes.gates.values(), says):
+        os.close(end)
+    held = Held(client, {lane: ends[1] for lane, ends in gates.items()}, hears)
     yield held
-    for lane in ("in", "out"):
-        held.go(lane)
-    held.client.close()
+    held.close()
 
 
-def test_copies_of_a_rank_that_is_seconds_late(held: Held, expected) -> None:
+def test_copies_of_a_rank_that_is_late(held: Held, expected) -> None:
     client, scheduler = held.client, held.scheduler
     first, second, third = (prompt(4 * PAGE + 9, seed=n) for n in (1, 2, 3))
 
     # Backups are held: what they read stays locked; who has room goes on, who has none waits.
     client.submit("first", first, temperature=0.0)
-    held.step_until(lambda: held.is_done("first") and held.holds("out"))
+    held.step_until(lambda: held.is_done("first") and held.has_said("out holds"))
     client.submit("aborted", [*first, 5, 6, 7], temperature=0.0, max_tokens=200)
     held.step_until(lambda: len(client.tokens.get("aborted", [])) > 3)
     client.abort("aborted")
@@ -105,17 +126,15 @@ def test_copies_of_a_rank_that_is_seconds_late(held: Held, expected) -> None:
         assert not client.step()  # nothing to do, and no complaint
         assert scheduler.load.num_waiting == 1
     assert scheduler.load.locked_pages >= 8
-    threading.Timer(LATE_S, held.go, ["out"]).start()
+    held.go("out")
     held.step_until(lambda: held.is_done("third"))
     client.run()
 
-    # A load-back is held: the step waits at its first layer, on both ranks, and then is right.
+    # A load-back is held until the step waits for it at its first layer; then it is right.
     client.submit("first again", first, temperature=0.0)
-    timer = threading.Timer(LATE_S, held.go, ["in"])
-    timer.start()
+    held.go_after("in is waited for", "in")
     held.step_until(lambda: held.is_done("first again"))
-    timer.join()
-    assert held.holds("in")
+    assert held.has_said("in holds") and held.has_said("in is waited for")
     assert client.ends["first again"].cached_host_tokens >= PAGE
     client.run()
 

@@ -46,18 +46,28 @@ class Roster:
         self.silent: set[int] = set()
         self.num_looks = 0
         self._num_heard = 0
+        self._called = asyncio.Event()
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Of what it was told and asked."""
+        while not is_so():
+            self._called.clear()
+            await self._called.wait()
 
     def is_present(self, pid: int) -> bool:
+        self._called.set()
         if pid not in self.pids:
             self.pids.append(pid)
         return self._says_hello(self.pids.index(pid))
 
     def num_heard(self, pid: int) -> int | None:
+        self._called.set()
         self.num_looks += 1
         self._num_heard += pid not in self.silent
         return self._num_heard
 
     def worker_exited(self, pid: int) -> None:
+        self._called.set()
         self.exited.append(pid)
 
 
@@ -87,8 +97,7 @@ async def test_a_worker_that_said_hello_is_replaced_when_it_dies() -> None:
     first = watched.pid
     assert first is not None
     os.kill(first, 9)
-    while len(roster.pids) < 2:
-        await asyncio.sleep(0)
+    await roster.until(lambda: len(roster.pids) == 2)
     second = watched.pid
     assert second is not None and second != first
     assert first in roster.exited
@@ -107,8 +116,7 @@ async def test_a_worker_that_falls_silent_is_killed_and_replaced() -> None:
     first = watched.pid
     assert first is not None
     roster.silent.add(first)
-    while len(roster.pids) < 2:
-        await asyncio.sleep(0)
+    await roster.until(lambda: len(roster.pids) == 2)
     assert first in roster.exited
     assert not is_alive(first)
     second = watched.pid
@@ -118,30 +126,39 @@ async def test_a_worker_that_falls_silent_is_killed_and_replaced() -> None:
 
 
 async def test_a_worker_that_was_asked_to_end_is_not_killed_for_its_silence(tmp_path: Path) -> None:
-    started, may_end, ended = (tmp_path / name for name in ("started", "may_end", "ended"))
+    says, may_end = tmp_path / "says", tmp_path / "may_end"
+    for pipe in (says, may_end):
+        os.mkfifo(pipe)
     slow_to_end = f"""
-import os, signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-open({str(started)!r}, "w").close()
-while not os.path.exists({str(may_end)!r}):
-    time.sleep(0.001)
-open({str(ended)!r}, "w").close()
+import os, signal
+says, may_end = os.open({str(says)!r}, os.O_WRONLY), os.open({str(may_end)!r}, os.O_RDONLY)
+signal.signal(signal.SIGTERM, lambda *_: os.write(says, b"asked"))
+os.write(says, b"ready")
+os.read(may_end, 1)
+os.write(says, b"ended")
 """
     roster = Roster()
     watched = supervisor(roster, slow_to_end, look_s=0.001)
     running = asyncio.create_task(watched.run())
+    # Both ends of each: neither side waits for the other to open it, nor sees its end.
+    heard, lets_end = (os.open(pipe, os.O_RDWR) for pipe in (says, may_end))
+
+    async def hear() -> bytes:
+        return await asyncio.to_thread(os.read, heard, len(b"ready"))
+
+    assert await hear() == b"ready"
     await watched.ready.wait()
-    while not started.exists():
-        await asyncio.sleep(0)
     stopping = asyncio.create_task(watched.stop())
-    await asyncio.sleep(0)
+    assert await hear() == b"asked"
     roster.silent.update(roster.pids)
-    num_looks = roster.num_looks
-    while roster.num_looks < num_looks + 10 * MAX_SILENT_LOOKS and not running.done():
-        await asyncio.sleep(0)
-    may_end.touch()
+    enough = roster.num_looks + 10 * MAX_SILENT_LOOKS
+    await roster.until(lambda: roster.num_looks >= enough or bool(roster.exited))
+    os.write(lets_end, b"x")
     await asyncio.gather(stopping, running)
-    assert ended.exists()
+    os.set_blocking(heard, False)
+    assert await hear() == b"ended"
+    os.close(heard)
+    os.close(lets_end)
 
 
 async def test_a_worker_that_is_heard_lives_on() -> None:
@@ -149,8 +166,7 @@ async def test_a_worker_that_is_heard_lives_on() -> None:
     watched = supervisor(roster, WAITS, look_s=0.001)
     running = asyncio.create_task(watched.run())
     await watched.ready.wait()
-    while roster.num_looks < 10 * MAX_SILENT_LOOKS:
-        await asyncio.sleep(0)
+    await roster.until(lambda: roster.num_looks >= 10 * MAX_SILENT_LOOKS)
     assert watched.num_restarts == 0
     assert roster.exited == []
     await watched.stop()
@@ -203,8 +219,7 @@ async def test_stopping_between_two_lives_does_not_wait_for_the_next() -> None:
     await watched.ready.wait()
     assert watched.pid is not None
     os.kill(watched.pid, 9)
-    while not roster.exited:
-        await asyncio.sleep(0)
+    await roster.until(lambda: bool(roster.exited))
     await watched.stop()
     await running
     assert watched.num_restarts == 0
