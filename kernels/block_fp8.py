@@ -71,12 +71,26 @@ class BlockFp8:
         return BlockFp8(self.codes.view(shape), scales)
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """[.., N, K], each weight the product of its code and its block's scale, rounded once."""
-        rows, columns = self.shape[-2:]
-        scales = self.scales.repeat_interleave(BLOCK, -2)[..., :rows, :]
-        scales = scales.repeat_interleave(BLOCK, -1)[..., :columns]
-        wide = torch.promote_types(dtype, torch.float32)
-        return (self.codes.to(wide) * scales.to(wide)).to(dtype)
+        """[.., N, K], see `widen`."""
+        out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        widen(self.codes, self.scales, out)
+        return out
+
+
+def widen(
+    codes: Tensor,  # [.., N, K] e4m3
+    scales: Tensor,  # [.., ceil(N / rows), ceil(K / columns)]
+    out: Tensor,  # [.., N, K] floats
+    block: tuple[int, int] = (BLOCK, BLOCK),  # rows, columns
+) -> None:
+    """Each weight is the product of its code and its block's scale, rounded once."""
+    rows, columns = block
+    wide = torch.promote_types(out.dtype, torch.float32)
+    # One row of blocks at a time: the products of a whole matrix are never held.
+    for i in range(scales.shape[-2]):
+        part = slice(i * rows, (i + 1) * rows)
+        own = scales[..., i : i + 1, :].to(wide).repeat_interleave(columns, -1)
+        out[..., part, :] = codes[..., part, :].to(wide) * own[..., : codes.shape[-1]]
 
 
 Weight: TypeAlias = Tensor | BlockFp8

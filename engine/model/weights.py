@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from safetensors import SafetensorError, safe_open
 
 from engine.model.fingerprint import INDEX, SINGLE
-from kernels.block_fp8 import BLOCK, BlockFp8, Weight
+from kernels.block_fp8 import BLOCK, BlockFp8, Weight, widen
 
 logger = logging.getLogger(__name__)
 
@@ -179,17 +179,13 @@ class Checkpoint:
             )
 
     def _dequantise(self, name: str, out: torch.Tensor) -> None:
-        """weight[i, j] * scale[i // block, j // block], in float32, as DeepSeek-V3 stores it."""
-        rows, columns = self._block_size()
-        weight = self._read(name).to(self.device)
-        grid = (math.ceil(weight.shape[0] / rows), math.ceil(weight.shape[1] / columns))
-        scale = self.get(self._scale_name(name), grid, torch.float32)
-        self._check_scales(name, scale)
-        # One row of blocks at a time: the float32 product of a whole weight is never held.
-        for i in range(grid[0]):
-            begin, end = i * rows, min((i + 1) * rows, weight.shape[0])
-            widened = scale[i].repeat_interleave(columns)[: weight.shape[1]]
-            out[begin:end] = weight[begin:end].float() * widened
+        """Of blocks of the checkpoint's own size."""
+        block = self._block_size()
+        codes = self._read(name).to(self.device)
+        grid = [math.ceil(size / of) for size, of in zip(codes.shape, block, strict=True)]
+        scales = self.get(self._scale_name(name), grid, torch.float32)
+        self._check_scales(name, scales)
+        widen(codes, scales, out, block)
 
     def _scale_name(self, name: str) -> str:
         scale_name = f"{name}{_SCALE}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.block_fp8 import BlockFp8
+from kernels.block_fp8 import BlockFp8, widen
 from kernels.linear import add_linear_, add_swiglu_, linear, norm_linear, swiglu_mlp
 from kernels.moe import add_moe_, moe
 
@@ -40,6 +40,14 @@ def test_a_weight_is_its_code_times_its_blocks_scale(shape: tuple[int, ...]) -> 
     w = draw(*shape)
     assert torch.equal(w.to(torch.float64), by_hand(w))
     assert torch.equal(w.to(torch.bfloat16), by_hand(w).float().bfloat16())
+
+
+def test_blocks_of_another_size_are_widened_too() -> None:
+    codes, scales = torch.randn(150, 70).to(torch.float8_e4m3fn), torch.rand(3, 3) + 0.5
+    out = torch.full((150, 70), torch.nan, dtype=torch.float64)
+    widen(codes, scales, out, (64, 32))
+    wide = torch.kron(scales.double(), torch.ones(64, 32, dtype=torch.float64))
+    assert torch.equal(out, codes.double() * wide[:150, :70])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
