@@ -167,15 +167,28 @@ def measure_steps(
     if (compiling := compiling_ahead(device)) is not None:
         with compiling:
             _sample(model, run((context_length - chunk,), chunk), device)
-            for num in halves(max_running):
-                for start in (0, last) if model.index_topk else (last,):
-                    run((start,) * num, 1)
+            for starts, length in steps_ahead(context_length, chunk, max_running):
+                run(starts, length)
     prefill = peak((context_length - chunk,), chunk)
     return StepMemory(prefill, peak((last,) * max_running, 1))
 
 
-def halves(most: int) -> list[int]:
-    """Of decodes: every form of a kernel that other batches need is met among these, or nearly."""
+def steps_ahead(
+    context_length: int, chunk: int, max_running: int
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Steps among which every form of a kernel that others need is met, or nearly: where each
+    context starts, and how many tokens of each. The longest context, and halves of it; halves of
+    the largest chunk, and of the most decodes, at its end."""
+    for context in _halves(context_length):
+        yield (max(0, context - chunk),), min(chunk, context)
+    for length in _halves(chunk):
+        yield (context_length - length,), length
+    for num in _halves(max_running):
+        for start in {0, context_length - 1}:
+            yield (start,) * num, 1
+
+
+def _halves(most: int) -> list[int]:
     return [most >> shift for shift in range(most.bit_length())]
 
 

@@ -16,10 +16,11 @@ import triton.language as tl
 NOTHING = tl.constexpr(0x007FFFFF)  # the key of -inf, which is never chosen
 _NUM_BINS: Final = 256  # a digit has eight bits
 _BINS = tl.constexpr(_NUM_BINS)
-_DIGITS = tl.constexpr(4)
 _ON_CARD = tl.constexpr(not triton.knobs.runtime.interpret)
 _DIGIT_BYTES = tl.constexpr(4 * _NUM_BINS + 16)  # a digit's counts, and one of those with none
-_WARPS_AT = tl.constexpr(4 * (4 * _NUM_BINS + 16))  # behind them, a number of each warp, twice
+_WARPS_AT = tl.constexpr(
+    4 * (4 * _NUM_BINS + 16)
+)  # behind them, a number of each warp, three times
 _SHARE = tl.constexpr(
     "{ .shared .align 16 .b32 shared[2048]; mov.u32 $0, shared; add.u32 $0, $0, $1; }"
 )

@@ -51,7 +51,7 @@ def _choose_all(to, n, k):
         tl.store(to + slot, tl.where(slot < n, slot, -1), mask=slot < k)
 
 
-@triton.jit(do_not_specialize=["k", "width"])
+@triton.jit(do_not_specialize=["k", "width"], do_not_specialize_on_alignment=["counts"])
 def _choose(
     scores,  # [rows, score_stride] float32, or uint32: keys that were kept of them
     positions,  # [rows, score_stride] int32, of keys; None: scores' columns
@@ -101,7 +101,10 @@ def _choose(
     _fill(to, num, k, -1)
 
 
-@triton.jit(do_not_specialize=["k", "cap", "pieces", "kept_stride"])
+@triton.jit(
+    do_not_specialize=["k", "cap", "pieces", "kept_stride"],
+    do_not_specialize_on_alignment=["counts"],
+)
 def _keep(
     scores,  # as _choose
     positions,
@@ -202,11 +205,11 @@ def tile_for(num_rows: int, width: int) -> Tile:
     """What is fast on a card of some 130 multiprocessors."""
     if width <= 8192:
         return Tile(8, 8, 64)
-    if num_rows <= 32 and not 16384 < width <= 32768:
-        return Tile(4, 32, 64)
     if width <= 16384:
         return Tile(8, 16, 64)
-    return Tile(16, 16, 128) if width <= 32768 else Tile(8, 32, 64)
+    if width <= 32768:
+        return Tile(16, 16, 128)
+    return Tile(4, 32, 64) if num_rows <= 32 else Tile(8, 32, 64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from engine.device_memory import (
     check_weights_fit,
     free_device_bytes,
     measure_steps,
+    steps_ahead,
 )
 from engine.loading import load_engine, numbers_of
 from engine.model.registry import load_model
@@ -178,7 +179,7 @@ def test_the_largest_steps_are_those_that_can_come(
 def test_what_a_start_needs_is_compiled_before_it_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The largest chunk and decodes of many sizes, in one go."""
+    """The largest chunk with its draws, and prefills and decodes of many sizes, in one go."""
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
@@ -202,8 +203,16 @@ def test_what_a_start_needs_is_compiled_before_it_is_measured(
     monkeypatch.setattr(model, "forward", spied)
     sizes = {"page_size": 64, "context_length": 100, "chunk_size": 32, "max_running": 7}
     measure_steps(model, model.geometry, torch.float32, cpu, **sizes)
-    assert ahead == [32, 7, 3, 1]
+    assert ahead == [32, *(len(starts) * n for starts, n in steps_ahead(100, 32, 7))]
     assert measured == [32, 7]
+
+
+def test_steps_of_all_sizes_are_ahead() -> None:
+    steps = list(steps_ahead(100, 32, 7))
+    assert all(0 <= start <= 100 - n for starts, n in steps for start in starts)
+    assert {n for _, n in steps} >= {32, 16, 8, 4, 2, 1}
+    assert {len(starts) for starts, n in steps if n == 1} == {7, 3, 1}
+    assert {starts[0] + n for starts, n in steps} >= {100, 50, 25, 12}
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 64, 100, 256, 500])

@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ from benchmarks.random_models import build_config
 from engine.attention.local import local_attention
 from engine.batch import ForwardBatch
 from engine.decode_graphs import batch_sizes
-from engine.device_memory import halves
+from engine.device_memory import steps_ahead
 from engine.model.deepseek import DeepseekModel
 from engine.model.llama import LlamaModel
 from kernels.block_fp8 import BlockFp8, Weight
@@ -34,7 +34,8 @@ from kvcache.pool import KVPool
 
 HOPPER = Card(num_processors=132, capability=9, shared_bytes=232448, multiplies_fp8=True)
 META = torch.device("meta")
-MOST, PAGE = 128, 64
+MOST, PAGE, CONTEXT, CHUNK = 128, 64, 65536, 8192
+Step = tuple[tuple[int, ...], int]  # where each context starts, and how many tokens of each
 
 
 class Driver:
@@ -53,7 +54,7 @@ class Driver:
 class Shapes:
     """Weights of any name that have no memory."""
 
-    device, dtype = META, torch.bfloat16
+    device, dtype, held_bytes = META, torch.bfloat16, 0
 
     def __init__(self, keeps_fp8: bool) -> None:
         self.keeps_fp8 = keeps_fp8
@@ -90,26 +91,25 @@ def on_hopper() -> Iterator[None]:
         yield
 
 
-def forms_of(name: str, context: int, sizes: list[int]) -> dict[str, set[str]]:
-    """By kernel, of decodes of these sizes with and without selection."""
+def forms_of(name: str, steps: Iterable[Step]) -> dict[str, set[str]]:
+    """By kernel, of these steps of a model."""
     forms: dict[str, set[str]] = defaultdict(set)
 
     def note(*, key: str, fn: Any, **rest: Any) -> bool:
         forms[fn.name].add(key)
         return True  # do not compile it, nor launch it
 
-    config = build_config(name, context, num_hidden_layers=2)
+    config = build_config(name, CONTEXT, num_hidden_layers=2)
     kind = DeepseekModel if config.model_type == "deepseek_v32" else LlamaModel
     with on_hopper(), mock.patch.object(triton.knobs.runtime, "jit_cache_hook", note):
         keeps_fp8 = getattr(config, "quantization_config", None) is not None
         model: Any = kind.load(config, Shapes(keeps_fp8))
         pool = KVPool.create(model.geometry, PAGE, 8, torch.bfloat16, META)
-        for size in sizes:
-            for start in (0, context - 1) if model.index_topk else (0,):
-                ids = torch.zeros(size, dtype=torch.int64, device=META)
-                pages = torch.zeros((size, context // PAGE), dtype=torch.int32, device=META)
-                batch = ForwardBatch(ids, ids, ids, pages, (start,) * size, (1,) * size)
-                model.forward(ids, ids, local_attention(pool).begin(batch))
+        for starts, length in steps:
+            ids = torch.zeros(len(starts) * length, dtype=torch.int64, device=META)
+            pages = torch.zeros((len(starts), CONTEXT // PAGE), dtype=torch.int32, device=META)
+            batch = ForwardBatch(ids, ids, ids, pages, starts, (length,) * len(starts))
+            model.forward(ids, ids, local_attention(pool).begin(batch))
     return forms
 
 
@@ -146,13 +146,19 @@ def ahead(cache: Path) -> dict[str, Any]:
 
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
+    decodes = [((start,) * n, 1) for n in batch_sizes(MOST) for start in (0, CONTEXT - 1)]
+    lengths = (2, 3, 37, 100, 128, 200, 300, 600, 1024, 1500, 3000, 6000, CHUNK)
+    prefills = [((start,), n) for n in lengths for start in (0, CONTEXT // 3, CONTEXT - n)]
     found: dict[str, Any] = {"ahead": ahead(Path(sys.argv[1])), "forms": {}}
     for name in sys.argv[2:]:
-        all_sizes = forms_of(name, 65536, batch_sizes(MOST))
-        some_sizes = forms_of(name, 65536, halves(MOST))
+        decoding, prefilling = forms_of(name, decodes), forms_of(name, prefills)
+        met = forms_of(name, steps_ahead(CONTEXT, CHUNK, MOST))
         found["forms"][name] = {
-            "numbers": {kernel: len(keys) for kernel, keys in all_sizes.items()},
-            "missed": sorted(k for k, keys in all_sizes.items() if keys - some_sizes[k]),
+            "numbers": {kernel: len(keys) for kernel, keys in decoding.items()},
+            "missed": {
+                "decodes": sorted(k for k, keys in decoding.items() if keys - met[k]),
+                "prefills": sorted(k for k, keys in prefilling.items() if keys - met[k]),
+            },
         }
     print(json.dumps(found))
 

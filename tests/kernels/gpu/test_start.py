@@ -35,9 +35,10 @@ def test_batch_sizes_do_not_multiply_the_forms_of_kernels(start: Any, model: str
     assert {kernel: n for kernel, n in numbers.items() if n > most.get(kernel, 4)} == {}
 
 
+@pytest.mark.parametrize("steps", ["decodes", "prefills"])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_sizes_compiled_ahead_meet_every_form(start: Any, model: str) -> None:
-    assert start["forms"][model]["missed"] == []
+def test_the_steps_compiled_ahead_meet_every_form(start: Any, model: str, steps: str) -> None:
+    assert start["forms"][model]["missed"][steps] == []
 
 
 def test_kernels_compile_without_being_run(start: Any) -> None:
