@@ -13,6 +13,8 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +152,15 @@ def from_http(error: HTTPException, method: str, path: str) -> APIError:
     return APIError(str(error.detail), status=error.status_code)
 
 
+def _methods_of_path(app: FastAPI, scope: Scope) -> list[str]:
+    """Of all its routes: the framework tells those of the first one."""
+    methods: set[str] = set()
+    for route in app.routes:
+        if isinstance(route, Route) and route.matches(scope)[0] is Match.PARTIAL:
+            methods |= route.methods or set()
+    return sorted(methods)
+
+
 def install(app: FastAPI, count_error: Callable[[APIError], None]) -> None:
     """Every error that leaves a route has the one shape. (What nobody foresaw is answered by the
     outermost middleware.) `count_error` is told of it."""
@@ -163,7 +174,10 @@ def install(app: FastAPI, count_error: Callable[[APIError], None]) -> None:
         assert isinstance(error, HTTPException)
         api_error = from_http(error, request.method, request.url.path)
         count_error(api_error)
-        return error_response(api_error, error.headers)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(_methods_of_path(app, request.scope))
+        return error_response(api_error, headers)
 
     app.add_exception_handler(APIError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
