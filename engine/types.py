@@ -43,7 +43,7 @@ class ModelId(msgspec.Struct, frozen=True, kw_only=True):
 
     fingerprint: str  # of its folder: see engine.model.fingerprint
     numbers: Numbers
-    rope_context: int = 0  # served tokens that the rope is scaled for; 0: it does not go by them
+    rope_context: int = 0  # the shortest served one with its frequencies; 0: any
 
     @property
     def names(self) -> list[str]:

@@ -15,7 +15,7 @@ class Model(Protocol):
     vocab_size: int
     context_length: int  # max_position_embeddings
     num_bytes: int  # of its weights, where they are
-    rope_context: int  # the same where the rope's scaling goes by it, else 0
+    rope_context: int  # see engine.model.rope
     index_topk: int  # tokens that a query's attention reads at most; 0: all
 
     def forward(

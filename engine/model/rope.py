@@ -86,9 +86,15 @@ def rope_parameters(config: Any) -> dict[str, Any]:
 
 
 def rope_context(config: Any) -> int:
-    """The served context length where frequencies go by it, else 0."""
-    follows = rope_parameters(config)["rope_type"] in _BY_CONTEXT
-    return int(config.context_length) if follows else 0
+    """The shortest served context with the frequencies of `config.context_length`; 0 where they are
+    those of every shorter one."""
+    p, served = rope_parameters(config), int(config.context_length)
+    if p["rope_type"] == "dynamic":
+        return served if served > config.max_position_embeddings else 0
+    if p["rope_type"] == "longrope" and p["long_factor"] != p["short_factor"]:
+        original = int(p["original_max_position_embeddings"])
+        return original + 1 if served > original else 0
+    return 0
 
 
 def mla_softmax_scale(config: Any) -> float:
@@ -201,4 +207,3 @@ _VARIANTS: Final[dict[str, _Variant]] = {
     "longrope": _longrope,
     "llama3": _llama3,
 }
-_BY_CONTEXT: Final = ("dynamic", "longrope")  # those that read `served`

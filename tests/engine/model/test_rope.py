@@ -156,15 +156,17 @@ def test_dynamic_follows_the_served_context(served: int) -> None:
     assert torch.equal(rotary.inv_freq, want)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_served_context_is_told_where_frequencies_follow_it(name: str) -> None:
-    config = config_of(VARIANTS[name])
-    frequencies = []
-    for served in (512, 3 * LIMIT):
+@pytest.mark.parametrize("name", [*VARIANTS, "longrope-alike"])
+def test_contexts_that_are_served_alike_have_one_number(name: str) -> None:
+    alike = {**VARIANTS["longrope"], "short_factor": FACTORS["long_factor"]}
+    config = config_of(VARIANTS.get(name, alike))
+    by_number: dict[int, torch.Tensor] = {}
+    for served in (1, 512, 513, LIMIT, LIMIT + 1, 3 * LIMIT):
         config.context_length = served
-        frequencies.append(RotaryEmbedding.from_config(config, DIM).inv_freq)
-    follows = not torch.equal(*frequencies)
-    assert rope_context(config) == (3 * LIMIT if follows else 0)
+        own = RotaryEmbedding.from_config(config, DIM).inv_freq
+        assert torch.equal(by_number.setdefault(rope_context(config), own), own)
+    apart = [tuple(own.tolist()) for own in by_number.values()]
+    assert len(set(apart)) == len(apart)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope", "yarn"])
