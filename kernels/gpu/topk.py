@@ -245,7 +245,7 @@ def kept_bytes(num_rows: int, width: int, k: int) -> int:
 
 
 def _stride(num: int) -> int:
-    return triton.cdiv(num, 16) * 16  # rows begin at whole sectors of memory
+    return -(-num // 16) * 16  # rows begin at whole sectors of memory
 
 
 def select(
