@@ -263,7 +263,7 @@ def select(
     unless `all_scored`: then a score of -inf is never chosen.
     """
     num_rows, width = scores.shape
-    if num_rows == 0:
+    if num_rows == 0 or k == 0:
         return
     if scores.stride(0) % 16 or scores.stride(0) < width or scores.data_ptr() % 16:
         scores = functional.pad(scores, (0, -width % 16))

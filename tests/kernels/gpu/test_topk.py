@@ -61,7 +61,7 @@ def draw(kind: str, rows: int, width: int, device: torch.device) -> torch.Tensor
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width, k", [(1, 1), (40, 7), (65, 65)])
+@pytest.mark.parametrize("width, k", [(5, 0), (1, 1), (40, 7), (65, 65)])
 def test_rows(kind: str, width: int, k: int, device: torch.device) -> None:
     scores = draw(kind, 2, width, device)
     found = exact_topk(scores, k)
