@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -41,7 +41,9 @@ class Metrics:
 class Running:
     """A command under way. `wait_for` reads its output, both streams together."""
 
-    def __init__(self, *argv: str, new_group: bool = False) -> None:
+    def __init__(
+        self, *argv: str, new_group: bool = False, cores: Sequence[int] = CORES[:1]
+    ) -> None:
         self.process = subprocess.Popen(
             [*PLAIT, *argv],
             stdout=subprocess.PIPE,
@@ -50,7 +52,7 @@ class Running:
             start_new_session=new_group,
         )
         # One core, hence one thread: threads that wait for each other crawl on a busy machine.
-        psutil.Process(self.process.pid).cpu_affinity(CORES[:1])
+        psutil.Process(self.process.pid).cpu_affinity(list(cores))
         assert self.process.stdout is not None
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, args=(self.process.stdout,))
@@ -68,6 +70,13 @@ class Running:
             if match := pattern.search(line):
                 return match
         raise AssertionError(f"{pattern.pattern} was not printed:\n{''.join(self.seen)}")
+
+    def output(self) -> str:
+        """All that it has printed up to now."""
+        with contextlib.suppress(queue.Empty):
+            while (line := self._lines.get_nowait()) is not None:
+                self.seen.append(line)
+        return "".join(self.seen)
 
     def workers(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -87,8 +96,9 @@ class Running:
         """End it as a user does; it must say so with code 0 and leave no process behind."""
         workers = self.workers()
         self.send(signal.SIGTERM)
-        assert self.wait() == 0
-        assert not [worker for worker in workers if worker.is_running()]
+        assert (code := self.wait()) == 0, f"exit code {code}"
+        left = [worker for worker in workers if worker.is_running()]
+        assert not left, f"left: {left}"
 
     def close(self) -> None:
         """Ends what is left, front end first, and reads the output to its end."""
