@@ -59,6 +59,7 @@ PARTS = [
     Part("tests-kernels", f"{_PYTEST} tests/kernels/gpu", 480),
     Part("tests-gpu", f"{_PYTEST} tests/gpu", 600),
     Part("default-model", "-m benchmarks.gpu_default_model --json {json}", 600),
+    Part("serve", "-m benchmarks.gpu_serve --split --dtype auto float32 --json {json}", 480),
     Part("kernels", "-m benchmarks.gpu_kernels --output {json}", 300),
     Part("attention", "-m benchmarks.gpu_attention --json {json}", 300),
     *_engine_parts("dsv32-5l"),
@@ -209,7 +210,8 @@ def main() -> int:
         "cards": [torch.cuda.get_device_name(i) for i in range(num_gpus)],
         "torch": torch.__version__,
     }
-    extra = {"default-model": ["--source", str(args.source)]} if args.source else {}
+    source = ["--source", str(args.source)] if args.source else []
+    extra = {"default-model": source, "serve": source}
     ended = run_parts(parts, extra, args.limit_s, args.out, about)
     return 0 if len(ended) == len(parts) and all(e.rc == 0 for e in ended) else 1
 
