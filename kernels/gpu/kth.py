@@ -18,11 +18,13 @@ _NUM_BINS: Final = 256  # a digit has eight bits
 _BINS = tl.constexpr(_NUM_BINS)
 _ON_CARD = tl.constexpr(not triton.knobs.runtime.interpret)
 _DIGIT_BYTES = tl.constexpr(4 * _NUM_BINS + 16)  # a digit's counts, and one of those with none
-_WARPS_AT = tl.constexpr(
-    4 * (4 * _NUM_BINS + 16)
-)  # behind them, a number of each warp, three times
+_ZEROED: Final = 512  # fours of numbers: all of them, up to a power of two
+_FOURS_ZEROED = tl.constexpr(_ZEROED)
+# Behind what is zeroed, for warps that are late still read it then: a number of each, three times.
+_WARPS_AT = tl.constexpr(16 * _ZEROED)
 _SHARE = tl.constexpr(
-    "{ .shared .align 16 .b32 shared[2048]; mov.u32 $0, shared; add.u32 $0, $0, $1; }"
+    f"{{ .shared .align 16 .b32 shared[{4 * _ZEROED + 3 * 32}];"
+    " mov.u32 $0, shared; add.u32 $0, $0, $1; }"
 )
 _STORE = tl.constexpr("{ st.shared.u32 [$1], $2; mov.u32 $0, 0; }")
 _NONE = tl.constexpr("{ st.shared.v4.u32 [$1], {$2, $2, $2, $2}; mov.u32 $0, 0; }")
@@ -113,7 +115,7 @@ def shared_memory(zero):
 def no_counts(shared):
     """Begin to count."""
     if _ON_CARD:
-        four = shared + tl.arange(0, 512) * 16
+        four = shared + tl.arange(0, _FOURS_ZEROED) * 16
         args = [four, four * 0]
         tl.inline_asm_elementwise(_NONE, "=r,r,r", args, tl.int32, is_pure=False, pack=1)
         tl.debug_barrier()

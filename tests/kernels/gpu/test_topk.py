@@ -7,7 +7,10 @@ from functools import partial
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from kernels.gpu.pieces import elements, read
 from kernels.gpu.topk import Tile, exact_topk, select
 
 WHOLE = Tile(4, 2, 64)  # rows of up to 1024 are one piece
@@ -78,7 +81,7 @@ def test_columns_that_are_not_neighbours(device: torch.device) -> None:
 def test_lengths_of_their_own(kind: str, tile: Tile, device: torch.device) -> None:
     """Rows of one table, in which other scores lie behind each row's, and behind those a gap."""
     k, width = 24, 600
-    lengths = [width, 0, 1, k, k + 1, 131, 258]
+    lengths = [width, 0, 1, k, k + 1, 128, 131, 256, 258]  # some of a whole piece
     table = torch.full((len(lengths), 640), torch.nan, device=device)
     table[:, :width] = draw(kind, len(lengths), width, device)
     for row, length in zip(table, lengths, strict=True):
@@ -109,6 +112,21 @@ def test_every_size_of_a_choice(tile: Tile, k: int, device: torch.device) -> Non
     out = torch.full((2, k), 99, dtype=torch.int32, device=device)
     select(scores, torch.tensor([300, 290], device=device), k, out, tile=tile)
     assert out.tolist() == [by_sorting(scores[0].cpu(), k), by_sorting(scores[1, :290].cpu(), k)]
+
+
+@triton.jit
+def _read_numbers(numbers, out, n, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    at = elements(ROWS, WARPS)
+    tl.store(out + at, read(numbers, at, n))
+
+
+@pytest.mark.parametrize("n", [0, 1, 4, 255, 508, 512])
+def test_nothing_is_read_beyond_the_last_four(n: int, device: torch.device) -> None:
+    numbers = torch.arange(512, dtype=torch.int32, device=device)
+    out = torch.full_like(numbers, -1)
+    _read_numbers[(1,)](numbers, out, n, ROWS=2, WARPS=2, num_warps=2)
+    assert out[:n].tolist() == list(range(n))
+    assert int(out.min()) >= 0 and int(out.max()) < max(4, -(-n // 4) * 4)
 
 
 def test_rows_that_do_not_begin_at_whole_sectors(device: torch.device) -> None:
