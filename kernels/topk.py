@@ -7,7 +7,7 @@ import torch
 
 from kernels.dispatch import gpu_kernels
 
-MOST_ON_GPU = 16384  # of k: the GPU's kernels hold twice as many in a program's registers
+MOST_ON_GPU = 16384  # of k: a program there holds twice as many scores in registers
 
 
 def exact_topk(scores: torch.Tensor, k: int) -> torch.Tensor:

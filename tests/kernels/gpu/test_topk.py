@@ -114,7 +114,7 @@ def test_every_size_of_a_choice(tile: Tile, k: int, device: torch.device) -> Non
     assert out.tolist() == [by_sorting(scores[0].cpu(), k), by_sorting(scores[1, :290].cpu(), k)]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _read_numbers(numbers, out, n, ROWS: tl.constexpr, WARPS: tl.constexpr):
     at = elements(ROWS, WARPS)
     tl.store(out + at, read(numbers, at, n))
