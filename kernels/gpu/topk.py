@@ -133,7 +133,7 @@ def _keep(
     is_kept = n > size
     num_spans = tl.where(is_kept, tl.cdiv(n, pieces * size), 0)
     share = pieces * cap  # of what is kept
-    if (span == 0) & ((num_spans != 1) | (not is_kept)):
+    if (span == 0) & (num_spans != 1):
         tl.store(kept_counts + row, tl.where(is_kept, num_spans * share, -1))
     if ((n <= begin) & (span > 0)) | (n < 0):
         return
