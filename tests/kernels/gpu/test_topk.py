@@ -80,9 +80,9 @@ def test_columns_that_are_not_neighbours(device: torch.device) -> None:
 @pytest.mark.parametrize("kind, tile", list(zip(KINDS, 3 * TILES[:4], strict=True)))
 def test_lengths_of_their_own(kind: str, tile: Tile, device: torch.device) -> None:
     """Rows of one table, in which other scores lie behind each row's, and behind those a gap."""
-    k, width = 24, 600
+    k, width = 24, 400
     lengths = [width, 0, 1, k, k + 1, 128, 131, 256, 258]  # some of a whole piece
-    table = torch.full((len(lengths), 640), torch.nan, device=device)
+    table = torch.full((len(lengths), 448), torch.nan, device=device)
     table[:, :width] = draw(kind, len(lengths), width, device)
     for row, length in zip(table, lengths, strict=True):
         row[length:] = torch.nan  # not one of the scores
