@@ -16,11 +16,16 @@ from kernels.gpu.kth import before_warps
 
 
 @triton.jit
+def _line_at(i, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """Where in memory the i-th line of a piece as it is read begins."""
+    return (i % WARPS * ROWS + i // WARPS) * 128
+
+
+@triton.jit
 def elements(ROWS: tl.constexpr, WARPS: tl.constexpr):
     """Where in memory a piece's elements are, [ROWS * WARPS * 128]."""
     i = tl.arange(0, ROWS * WARPS * 128)
-    line = i // 128
-    at = (line % WARPS * ROWS + line // WARPS) * 128 + i % 128
+    at = _line_at(i // 128, ROWS, WARPS) + i % 128
     return tl.max_contiguous(tl.multiple_of(at, 128), 128)
 
 
@@ -28,8 +33,7 @@ def elements(ROWS: tl.constexpr, WARPS: tl.constexpr):
 def fours(ROWS: tl.constexpr, WARPS: tl.constexpr):
     """Where its fours begin, [ROWS * WARPS * 32]."""
     i = tl.arange(0, ROWS * WARPS * 32)
-    line = i // 32
-    return (line % WARPS * ROWS + line // WARPS) * 128 + i % 32 * 4
+    return _line_at(i // 32, ROWS, WARPS) + i % 32 * 4
 
 
 @triton.jit
