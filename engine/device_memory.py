@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -29,6 +29,8 @@ log = logging.getLogger("plait.memory")
 
 # Communication's and libraries' own, and what the allocator loses between its blocks.
 _MARGIN_BYTES: Final = 1 << 30
+
+Step: TypeAlias = tuple[tuple[int, ...], int]  # where each context starts; how many tokens of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,26 +168,26 @@ def measure_steps(
     last = context_length - 1
     if (compiling := compiling_ahead(device)) is not None:
         with compiling:
-            _sample(model, run((context_length - chunk,), chunk), device)
-            for starts, length in steps_ahead(context_length, chunk, max_running):
-                run(starts, length)
+            selects = bool(model.index_topk)
+            largest, *others = steps_ahead(context_length, chunk, max_running, selects)
+            _sample(model, run(*largest), device)
+            for step in others:
+                run(*step)
     prefill = peak((context_length - chunk,), chunk)
     return StepMemory(prefill, peak((last,) * max_running, 1))
 
 
-def steps_ahead(
-    context_length: int, chunk: int, max_running: int
-) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Steps among which every form of a kernel that others need is met, or nearly: where each
-    context starts, and how many tokens of each. The longest context, and halves of it; halves of
-    the largest chunk, and of the most decodes, at its end."""
-    for context in _halves(context_length):
-        yield (max(0, context - chunk),), min(chunk, context)
-    for length in _halves(chunk):
-        yield (context_length - length,), length
-    for num in _halves(max_running):
-        for start in {0, context_length - 1}:
-            yield (start,) * num, 1
+def steps_ahead(context_length: int, chunk: int, max_running: int, selects: bool) -> list[Step]:
+    """Steps among which every form of a kernel that others need is met, or nearly, each once:
+    halves of the largest chunk, which is first, and of the most decodes, at the end of the longest
+    context; where layers select, also halves of that, and decodes without a choice."""
+    last = context_length - 1
+    steps: list[Step] = [((context_length - length,), length) for length in _halves(chunk)]
+    steps += [((last,) * num, 1) for num in _halves(max_running)]
+    if selects:
+        steps += [((max(0, n - chunk),), min(chunk, n)) for n in _halves(context_length)]
+        steps += [((0,) * num, 1) for num in _halves(max_running)]
+    return list(dict.fromkeys(steps))
 
 
 def _halves(most: int) -> list[int]:

@@ -203,12 +203,15 @@ def test_what_a_start_needs_is_compiled_before_it_is_measured(
     monkeypatch.setattr(model, "forward", spied)
     sizes = {"page_size": 64, "context_length": 100, "chunk_size": 32, "max_running": 7}
     measure_steps(model, model.geometry, torch.float32, cpu, **sizes)
-    assert ahead == [32, *(len(starts) * n for starts, n in steps_ahead(100, 32, 7))]
+    assert ahead == [len(starts) * n for starts, n in steps_ahead(100, 32, 7, False)]
+    assert ahead[0] == 32
     assert measured == [32, 7]
 
 
 def test_steps_of_all_sizes_are_ahead() -> None:
-    steps = list(steps_ahead(100, 32, 7))
+    steps = steps_ahead(100, 32, 7, True)
+    assert len(steps) == len(set(steps))
+    assert set(steps_ahead(100, 32, 7, False)) < set(steps)
     assert all(0 <= start <= 100 - n for starts, n in steps for start in starts)
     assert {n for _, n in steps} >= {32, 16, 8, 4, 2, 1}
     assert {len(starts) for starts, n in steps if n == 1} == {7, 3, 1}

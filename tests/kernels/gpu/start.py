@@ -21,7 +21,7 @@ from benchmarks.random_models import build_config
 from engine.attention.local import local_attention
 from engine.batch import ForwardBatch
 from engine.decode_graphs import batch_sizes
-from engine.device_memory import steps_ahead
+from engine.device_memory import Step, steps_ahead
 from engine.model.deepseek import DeepseekModel
 from engine.model.llama import LlamaModel
 from kernels.block_fp8 import BlockFp8, Weight
@@ -35,7 +35,6 @@ from kvcache.pool import KVPool
 HOPPER = Card(num_processors=132, capability=9, shared_bytes=232448, multiplies_fp8=True)
 META = torch.device("meta")
 MOST, PAGE, CONTEXT, CHUNK = 128, 64, 65536, 8192
-Step = tuple[tuple[int, ...], int]  # where each context starts, and how many tokens of each
 
 
 class Driver:
@@ -152,7 +151,8 @@ def main() -> None:
     found: dict[str, Any] = {"ahead": ahead(Path(sys.argv[1])), "forms": {}}
     for name in sys.argv[2:]:
         decoding, prefilling = forms_of(name, decodes), forms_of(name, prefills)
-        met = forms_of(name, steps_ahead(CONTEXT, CHUNK, MOST))
+        selects = name != "llama-1b"
+        met = forms_of(name, steps_ahead(CONTEXT, CHUNK, MOST, selects))
         found["forms"][name] = {
             "numbers": {kernel: len(keys) for kernel, keys in decoding.items()},
             "missed": {
