@@ -28,6 +28,7 @@ class Live:
     hashes: Sequence[bytes] = ()  # of the prompt's whole pages
     first: Worker | None = None  # computes the prompt, or all of it; None once that is done
     decode: Worker | None = None  # goes on after the first token
+    is_prefilled: bool = False  # `first` has said its token
     live_tokens: int = 0  # counted at `first` until the first token is there
     matched_tokens: int = 0  # that the router thought cached at `first`
     num_replays: int = 0  # since a token came last
@@ -49,6 +50,7 @@ class Live:
     def give(self, choice: Choice) -> None:
         """These workers have it from now on."""
         self.first, self.decode = choice.first, choice.decode
+        self.is_prefilled = False
         self.matched_tokens = choice.matched_tokens
         self.live_tokens = self.num_tokens - choice.matched_tokens
         self.first.live_tokens += self.live_tokens
@@ -60,11 +62,24 @@ class Live:
         if self.first is None:
             return
         if self.first.address == address:
+            self.is_prefilled = True
             self.first.live_tokens -= self.live_tokens
             self.live_tokens = 0
         else:  # the decode worker speaks: the first one has done its part
+            self._forget_first()
+
+    def outlives(self, worker: Worker) -> bool:
+        """Whether a worker that says goodbye has done its part: the prompt is computed and on its
+        way to the decode worker, which would hand the request back if it did not arrive."""
+        is_done = self.is_prefilled and self.decode is not None and self.first is worker
+        if is_done:
+            self._forget_first()
+        return is_done
+
+    def _forget_first(self) -> None:
+        if self.first is not None:
             self.first.num_live -= 1
-            self.first = None
+        self.first = None
 
     def release(self) -> None:
         """Its workers have nothing to do with it any more."""

@@ -98,10 +98,12 @@ class Requests:
         """Somebody more takes requests."""
         self._dispatcher.give_parked()
 
-    def worker_lost(self, worker: Worker, how: str) -> None:
-        """It left the fleet: what it had goes on elsewhere."""
+    def worker_lost(self, worker: Worker, how: str, *, said_goodbye: bool) -> None:
+        """It left the fleet: what it had goes on elsewhere, but for what it has handed over before
+        its goodbye."""
         for live in [live for live in self._live.values() if worker in live.workers]:
-            self._dispatcher.replay(live, f"its {worker.hello.role} worker {how}", "lost")
+            if not (said_goodbye and live.outlives(worker)):
+                self._dispatcher.replay(live, f"its {worker.hello.role} worker {how}", "lost")
 
     def handed_back(self, message: HandBack) -> None:
         """A worker cannot go on with a request."""

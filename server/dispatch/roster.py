@@ -151,7 +151,7 @@ class Roster:
             how,
             worker.num_live,
         )
-        self._requests.worker_lost(worker, how)
+        self._requests.worker_lost(worker, how, said_goodbye=reason == "ended")
 
     def _look(self) -> None:
         self.start()  # the next one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -221,14 +221,17 @@ def test_a_lost_decode_worker_is_invisible(num_tokens: int) -> None:
         assert_nothing_left(server)
 
 
-def test_a_prefill_group_lost_before_the_first_token_is_invisible() -> None:
+@pytest.mark.parametrize("loss", [ScriptedWorker.vanish, ScriptedWorker.leave])
+def test_a_prefill_group_lost_before_the_first_token_is_invisible(
+    loss: Callable[[ScriptedWorker], None],
+) -> None:
     with serving() as server:
         script, reached = stalling(0)
         prefill, decode = pair(server, prefill=script)
         stream = Stream(server, seed=3)
         assert reached.wait(60)
         heir = server.add_worker(SPEAKING, role="prefill")
-        prefill.vanish()
+        loss(prefill)
         assert stream.answer() == (TEXT, ["stop"])
         routes = [decode.submits.get(timeout=60).route for _ in range(2)]
         assert [route.prefill_address for route in routes if route is not None] == [
@@ -251,6 +254,47 @@ def test_a_prefill_group_lost_after_its_part_is_not_missed() -> None:
         assert stream.answer() == (TEXT, ["stop"])
         assert decode.submits.qsize() == 1
         assert 'plait_replays_total{reason="lost"} 0.0' in server.http.get("/metrics").text
+
+
+def test_a_prefill_group_that_says_goodbye_after_its_part_is_not_missed() -> None:
+    """What it has handed over the decode worker has, or will hand back, also where it has said
+    nothing yet."""
+    with serving() as server:
+        gate = threading.Event()
+        prefill, decode = pair(server, decode=held_until_open(gate, 0))
+        stream = Stream(server)
+        server.until(lambda: num_tokens_known(server) == [1])
+        decode.submits.get(timeout=60)
+        prefill.leave()
+        server.until(lambda: len(server.client.fleet) == 1)
+        gate.set()
+        assert stream.answer() == (TEXT, ["stop"])
+        assert decode.submits.empty()
+        assert_nothing_left(server)
+        assert 'plait_replays_total{reason="lost"} 0.0' in server.http.get("/metrics").text
+
+
+@pytest.mark.parametrize("loss", ["killed", "handed back after the goodbye"])
+def test_a_prefill_group_whose_part_did_not_arrive_is_invisible(loss: str) -> None:
+    """It has said its token; the decode worker has said nothing."""
+    with serving() as server:
+        script, reached = stalling(0)
+        prefill, decode = pair(server, decode=once_more(script))
+        stream = Stream(server, seed=3)
+        assert reached.wait(60)
+        server.until(lambda: num_tokens_known(server) == [1])
+        heir = server.add_worker(SPEAKING, role="prefill")
+        submit = decode.submits.get(timeout=60)
+        if loss == "killed":
+            prefill.vanish()
+        else:
+            prefill.leave()
+            server.until(lambda: len(server.client.fleet) == 2)
+            decode.hand_back(submit, "the KV did not arrive")
+        assert stream.answer() == (TEXT, ["stop"])
+        replayed = heir.prefills.get(timeout=60)
+        assert (replayed.attempt, replayed.output_ids) == (1, SPOKEN[:1])
+        assert_nothing_left(server)
 
 
 def held_until_open(gate: threading.Event, num_tokens: int) -> Script:
