@@ -89,8 +89,9 @@ class Dialled:
             self._sock.send(frame)
 
     def receive(self, ready: Mapping[object, int]) -> Iterator[list[bytes]]:
-        """The messages that are there, as frames."""
-        is_ready = self._again_at is None and self._sock in ready
+        """The messages that are there, as frames. Where the connection is said to be over, all that
+        came over it is there, although the poll may have looked for messages before they came."""
+        is_ready = self._again_at is None and (self._sock in ready or self._monitor in ready)
         return drain(self._sock) if is_ready else iter(())
 
     def look(self, ready: Mapping[object, int]) -> bool:

@@ -60,9 +60,6 @@ class _FleetView:
         worker = self._client.fleet.with_pid(pid)
         return worker.num_heard if worker is not None else None
 
-    def worker_exited(self, pid: int) -> None:
-        self._client.worker_exited(pid)
-
 
 def serve(config: ServeConfig, *, starts_workers: bool = True) -> int:
     """Serve until SIGTERM or SIGINT, with workers of its own or with those at --workers. Exit code

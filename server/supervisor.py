@@ -1,7 +1,7 @@
 """One worker process kept alive: spawned, watched, killed where it hangs, restarted, ended.
 
-Owns the process and the pace of restarts. Knows no request: what was lost with a worker is the
-client's to replay.
+Owns the process and the pace of restarts. Knows no request: the client learns of a death by the
+connection that breaks, after all that was said over it.
 """
 
 from __future__ import annotations
@@ -48,14 +48,12 @@ class WorkerFailedError(Exception):
 
 
 class Workers(Protocol):
-    """What the supervisor needs of the client: who said hello, how often each was heard since (None
-    for one that left), and whom to tell of a death."""
+    """What the supervisor needs of the client: who said hello, and how often each was heard since
+    (None for one that left)."""
 
     def is_present(self, pid: int) -> bool: ...
 
     def num_heard(self, pid: int) -> int | None: ...
-
-    def worker_exited(self, pid: int) -> None: ...
 
 
 def worker_command(config: WorkerConfig) -> list[str]:
@@ -99,7 +97,6 @@ class Supervisor:
             started_s = time.monotonic()
             process = await self._spawn()
             was_ready = await self._watch(process)
-            self._workers.worker_exited(process.pid)
             if self._stopping.is_set():
                 return
             num_failed_starts = 0 if was_ready else num_failed_starts + 1
@@ -116,8 +113,6 @@ class Supervisor:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
-            # Again, for a hello that was still on its way when its sender died.
-            self._workers.worker_exited(process.pid)
             if self._stopping.is_set():
                 return
             self.num_restarts += 1

@@ -23,9 +23,8 @@ from server.router.router import Router
 
 
 class EngineClient:
-    """`start` it on the event loop, whose thread then makes every call to it and to its parts but
-    `worker_exited`, which any thread may make. `fingerprint`: what workers have to hold, where it
-    is known."""
+    """`start` it on the event loop, whose thread then makes every call to it and to its parts.
+    `fingerprint`: what workers have to hold, where it is known."""
 
     def __init__(
         self,
@@ -96,11 +95,6 @@ class EngineClient:
         if self.fleet.capabilities is None:
             raise EngineError("unavailable", "the server is shutting down")
         return self.fleet.capabilities
-
-    def worker_exited(self, pid: int) -> None:
-        """A process of this machine is gone: replay its requests elsewhere. Any thread."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self.roster.exited, pid)
 
     def _hand_over(self, events: list[Event]) -> None:
         """Called by the reader, in its thread."""

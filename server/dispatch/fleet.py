@@ -16,7 +16,7 @@ from engine.types import Load, MetricFamily, ModelId
 
 # Why a worker is no longer there: the first two without fault. `replaced`: another process answers
 # at its address, and it said no goodbye.
-Loss = Literal["removed", "ended", "replaced", "exited", "disconnected", "silent"]
+Loss = Literal["removed", "ended", "replaced", "disconnected", "silent"]
 
 
 @dataclass(slots=True, eq=False)

@@ -23,7 +23,6 @@ _LOSSES: dict[Loss, str] = {
     "removed": "was removed",
     "ended": "has ended",
     "replaced": "was replaced",
-    "exited": "has exited",
     "disconnected": "has broken the connection",
     "silent": "has fallen silent",
 }
@@ -84,12 +83,6 @@ class Roster:
         self._channel.post_hang_up(address)
         self._lose(address, "removed")
         self._router.index.drop(address)
-
-    def exited(self, pid: int) -> None:
-        """A process of this machine is gone."""
-        worker = self._fleet.with_pid(pid)
-        if worker is not None:
-            self._lose(worker.address, "exited")
 
     def take(self, address: str, event: Event) -> None:
         """What a worker says of itself."""

@@ -23,6 +23,7 @@ from tests.server.discovery.following import credentials_in
 pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 8
+PATIENT = ["--drain-timeout-s", "600"]  # so that what runs is finished on a slow machine, too
 LISTENS = re.compile(r"ready at tcp://127\.0\.0\.1:(\d+)")
 
 
@@ -48,7 +49,7 @@ class Cluster:
         argv = ["--model", str(model), "--port", "0", "--workers", items]
         argv += ["--kubernetes-api", self.api.url]
         argv += ["--kubernetes-credentials", str(credentials_in(folder))]
-        argv += ["--drain-delay-s", "0.5", "--drain-timeout-s", "600"]
+        argv += ["--drain-delay-s", "0.5", *PATIENT]
         self.front_end = FrontEnd("frontend", *argv)
         stack.callback(self.front_end.close)
 
@@ -101,7 +102,7 @@ def test_workers_are_replaced_and_all_is_ended_under_running_streams(
 ) -> None:
     with contextlib.ExitStack() as stack:
         cluster = Cluster(tiny_dsa, tmp_path, stack)
-        group = cluster.start("prefill", "--prefill-cp-size", "2")
+        group = cluster.start("prefill", "--prefill-cp-size", "2", *PATIENT)
         decode = cluster.start("decode", "--drain-timeout-s", "0")
         cluster.publish("prefill-0", "prefill", group)
         cluster.publish("decode-0", "decode", decode)
@@ -116,7 +117,7 @@ def test_workers_are_replaced_and_all_is_ended_under_running_streams(
 
 def replace_decode_worker(cluster: Cluster, old: Running, expected: list[Answer]) -> None:
     """It may not finish anything: all it has goes on at its successor."""
-    cluster.publish("decode-1", "decode", cluster.start("decode"))
+    cluster.publish("decode-1", "decode", cluster.start("decode", *PATIENT))
     cluster.until_workers(3)
 
     def strike() -> None:
@@ -134,7 +135,7 @@ def replace_decode_worker(cluster: Cluster, old: Running, expected: list[Answer]
 
 def replace_prefill_group(cluster: Cluster, old: Running, expected: list[Answer]) -> None:
     """SIGTERM to all of its processes, while it has prompts yet to compute."""
-    cluster.publish("prefill-1", "prefill", cluster.start("prefill"))
+    cluster.publish("prefill-1", "prefill", cluster.start("prefill", *PATIENT))
     cluster.until_workers(3)
     ranks = old.workers()
     assert len(ranks) == 1

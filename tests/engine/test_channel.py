@@ -15,6 +15,7 @@ import zmq
 
 from engine.channel import Channel, Disconnected, Event
 from engine.cluster_key import ClusterKey, ClusterKeyError
+from engine.dialled import Dialled
 from engine.messages import Abort, Alive, CloseRoom, Drain, Goodbye, Register, RoomClosed
 
 T = TypeVar("T")
@@ -286,6 +287,29 @@ def test_a_restarted_peer_gets_a_new_connection_and_nothing_meant_for_the_one_be
     assert ends.got["f"] == [(address, Disconnected())]
     ends.close(second)
     ends.until(lambda: len(ends.messages("f", Disconnected)) == 2)
+
+
+def test_what_came_before_the_connection_broke_is_read_although_the_poll_did_not_see_it(
+    address: str, raw: Callable[[int], zmq.Socket]
+) -> None:
+    """A poll looks at the messages first, then at the connection; both may come in between."""
+    peer, poller = raw(zmq.ROUTER), zmq.Poller()
+    peer.bind(address)
+    context: zmq.Context = zmq.Context()
+    dialled = Dialled(address, context, poller, None, b"who dials")
+    identity, _ = peer.recv_multipart()
+    for word in (b"one", b"two"):
+        peer.send_multipart([identity, word])
+    peer.unbind(address)
+    peer.close(linger=1000)
+    heard, is_lost = [], False
+    while not is_lost:
+        ready = {sock: event for sock, event in poller.poll() if sock.type == zmq.PAIR}
+        heard += dialled.receive(ready)
+        is_lost = dialled.look(ready)
+    dialled.close()
+    context.term()
+    assert heard == [[b"one"], [b"two"]]
 
 
 def test_the_address_of_a_channel_that_cannot_be_bound_is_named(ends: Ends, address: str) -> None:

@@ -56,7 +56,6 @@ def test_requests_wait_for_the_restart_of_the_only_worker() -> None:
         stream = Stream(server)
         assert reached.wait(60)
         first.vanish()
-        server.client.worker_exited(first.pid)
         server.until(lambda: len(server.client.fleet) == 0)
         late = Stream(server)
         server.until(lambda: server.client.metrics.num_parked == 2)

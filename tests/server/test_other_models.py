@@ -98,7 +98,6 @@ def test_where_no_worker_is_left_another_model_takes_over_but_no_answer_that_was
         second: ScriptedWorker = server.add_worker(reply(SPOKEN), model_id=OTHER)
         third = server.add_worker(reply(SPOKEN), model_id=HALF)
         first.vanish()
-        server.client.worker_exited(first.pid)
         error = begun.values()[-1]["error"]
         assert error["message"] == f"the model was replaced: {MODEL_ID} by {OTHER}"
         assert Stream(server).answer() == (TEXT, ["stop"])
