@@ -121,8 +121,8 @@ def _is_field(part: object) -> bool:
 def _shorten(value: object, limit: int = 80) -> str:
     if isinstance(value, (list, tuple)) and len(value) > 8:
         return f"a list of {len(value)}"
-    try:
-        text = msgspec.json.encode(value).decode()
+    try:  # JSON has no word for what is not finite
+        text = repr(value) if isinstance(value, float) else msgspec.json.encode(value).decode()
     except (TypeError, ValueError, UnicodeEncodeError):
         text = repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -5,7 +5,7 @@ route does read never gets here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import msgspec
@@ -192,15 +192,16 @@ _HERE = {name: here for here, names in _ELSEWHERE.items() for name in names}
 _SWITCHES = {"tools": "tool_choice", "functions": "function_call"}  # "none" turns them off
 
 
-def check(given: Mapping[str, Any]) -> None:
-    """`given`: the fields of a body that its route does not read. Raises APIError 400."""
+def check(given: Mapping[str, Any], read: Container[str]) -> None:
+    """`given`: the fields of a body that its route does not read; `read`: the names of those that
+    it does. Raises APIError 400."""
     for name, value in given.items():
         if value is None or name not in NEUTRAL or _without_nulls(value) in NEUTRAL[name]:
             continue
         if name in _SWITCHES and given.get(_SWITCHES[name]) == "none":
             continue
         accepted = [msgspec.json.encode(one).decode() for one in (*NEUTRAL[name], None)]
-        here = f"; here it is {_HERE[name]}" if name in _HERE else ""
+        here = f"; here it is {_HERE[name]}" if _HERE.get(name) in read else ""
         raise unsupported(name, f"; accepted is {' or '.join(accepted)}{here}")
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from fastapi import Request
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -47,7 +48,7 @@ class OpenBody(Body):
 
     def check_rest(self) -> None:
         """Raises APIError 400 where something is asked for that nobody does."""
-        refusals.check(self.model_extra or {})
+        refusals.check(self.model_extra or {}, type(self).model_fields)
 
 
 class StreamOptions(Body):
@@ -110,6 +111,10 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     refusal: str | None = None
+    # What the assistant thought before, for templates that show it, by either of its names.
+    reasoning_content: Annotated[
+        str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    ] = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None

@@ -36,6 +36,7 @@ MODEL_NAME = "tiny"
 ANSWER = "Paris is the capital of France; naïve café 日本 👩‍🚀 done."
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['reasoning_content'] %}({{ message['reasoning_content'] }}) {% endif %}"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

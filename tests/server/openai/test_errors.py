@@ -135,6 +135,17 @@ def test_the_client_sees_message_param_and_code(server: Server) -> None:
     assert "less than or equal to 2" in caught.value.message
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1e999"])
+def test_a_number_that_is_too_large_is_told(server: Server, number: str) -> None:
+    given = json.dumps({**BODY, "temperature": 0}).replace(
+        '"temperature": 0', f'"temperature": {number}'
+    )
+    response = server.http.post(CHAT, content=given, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    sign = "-" if number.startswith("-") else ""
+    assert error_of(response)["message"].startswith(f"temperature is {sign}inf: ")
+
+
 def test_an_error_nobody_foresaw(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object, **kwargs: object) -> list[int]:
         raise RuntimeError("secret detail")

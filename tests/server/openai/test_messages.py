@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import pytest
+
+from tests.server.scripted import Server
 
 QUESTION: dict[str, Any] = {"role": "user", "content": "What is the capital of France?"}
 
@@ -41,6 +44,23 @@ def test_a_refusal_is_read_as_what_the_assistant_said(http: httpx.Client, model:
         answer = http.post("/v1/chat/completions", json={"model": model, "messages": [wrong]})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == f"messages[0].content[0].{param}"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_what_the_assistant_thought_is_shown_by_templates_that_show_it(
+    scripted: Server, name: str
+) -> None:
+    thought: dict[str, Any] = {"role": "assistant", "content": "Paris.", name: "France: Paris"}
+    shown = tokenized(scripted.http, QUESTION, thought, QUESTION)
+    text = scripted.http.post("/detokenize", json={"tokens": shown}).json()["prompt"]
+    assert "<|im_start|>assistant\n(France: Paris) Paris.<|im_end|>" in text
+    without = tokenized(scripted.http, QUESTION, {**thought, name: None}, QUESTION)
+    assert without == tokenized(
+        scripted.http, QUESTION, {"role": "assistant", "content": "Paris."}, QUESTION
+    )
+    body = {"messages": [{**thought, name: ["so"]}]}
+    error = scripted.http.post("/tokenize", json=body).json()["error"]
+    assert error["param"] == f"messages[0].{name}"
 
 
 def test_the_last_message_may_be_continued(http: httpx.Client, model: str) -> None:

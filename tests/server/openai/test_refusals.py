@@ -211,6 +211,11 @@ def test_a_field_that_is_here_by_another_name_is_told(
     assert message.endswith(f"; here it is {here}")
 
 
+def test_no_route_is_told_a_name_that_it_does_not_read(http: httpx.Client, model: str) -> None:
+    error = post(http, model, COMPLETION, enable_thinking=False).json()["error"]
+    assert error["message"] == "enable_thinking is not supported; accepted is null"
+
+
 def test_top_logprobs_are_for_chats(http: httpx.Client, model: str) -> None:
     assert post(http, model, CHAT, logprobs=True, top_logprobs=1).status_code == 200
     refused = post(http, model, COMPLETION, logprobs=1, top_logprobs=1)
