@@ -99,10 +99,12 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(tiny_dsa: Path) -> Iterator[Fleet]:
     flags = ["--prefill-max-total-tokens", str(RANK_TOKENS), "--decode-max-total-tokens", "4096"]
-    with serving(tiny_dsa, *flags, "--max-replays", "20") as served:
+    flags += ["--max-replays", "20", "--drain-timeout-s", "600"]
+    with serving(tiny_dsa, *flags) as served:
         served.wait_ready()
         yield Fleet(served)
-        served.stop()
+        if served.process.poll() is None:  # the last test has not ended it
+            served.stop()
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +143,7 @@ def expected(colocated: Served) -> list[Answer]:
     return asyncio.run(tell_one_at_a_time(colocated, streams()))
 
 
-async def told_while(fleet: Fleet, strike: Any) -> list[Answer]:
+async def told_while(served: Served, strike: Any) -> list[Answer]:
     """The answers of all streams; `strike` happens once each has begun."""
     begun: set[int] = set()
 
@@ -151,7 +153,7 @@ async def told_while(fleet: Fleet, strike: Any) -> list[Answer]:
             if len(begun) == NUM_STREAMS:
                 strike()
 
-    async with client_of(fleet.served) as http:
+    async with client_of(served) as http:
         tasks = [
             tell(http, ask, lambda number=number: on_chunk(number))  # type: ignore[misc]
             for number, ask in enumerate(streams())
@@ -163,7 +165,7 @@ async def told_while(fleet: Fleet, strike: Any) -> list[Answer]:
 def test_a_killed_process_is_invisible(fleet: Fleet, expected: list[Answer], what: str) -> None:
     fleet.until_whole()
     pid = fleet.pid(what)
-    answers = asyncio.run(told_while(fleet, lambda: psutil.Process(pid).kill()))
+    answers = asyncio.run(told_while(fleet.served, lambda: psutil.Process(pid).kill()))
     assert answers == expected
     fleet.served.wait_for(READY)
     fleet.assert_all_given_back()
@@ -180,7 +182,9 @@ def test_a_process_that_is_held_up_is_waited_for_or_replaced(
 
     async def run() -> None:
         nonlocal answers
-        task = asyncio.create_task(told_while(fleet, lambda: process.send_signal(signal.SIGSTOP)))
+        task = asyncio.create_task(
+            told_while(fleet.served, lambda: process.send_signal(signal.SIGSTOP))
+        )
         while process.status() != psutil.STATUS_STOPPED:
             await asyncio.sleep(0)
         before = fleet.served.metrics()("plait_output_tokens_total")
@@ -218,3 +222,20 @@ def test_clients_that_leave_take_nothing_with_them(fleet: Fleet, expected: list[
 
     assert asyncio.run(run()) == expected
     fleet.assert_all_given_back()
+
+
+def test_sigterm_to_every_process_at_once_cuts_nothing_off(
+    fleet: Fleet, expected: list[Answer]
+) -> None:
+    """As a supervisor ends a whole unit: ranks, decode worker and front end, each by itself."""
+    fleet.until_whole()
+    workers = fleet.served.workers()
+
+    def strike() -> None:
+        for worker in workers:
+            worker.send_signal(signal.SIGTERM)
+        fleet.served.send(signal.SIGTERM)
+
+    assert asyncio.run(told_while(fleet.served, strike)) == expected
+    assert fleet.served.wait() == 0
+    assert not [worker for worker in workers if worker.is_running()]
