@@ -33,13 +33,13 @@ def traffic(num: int, seed: int) -> dict[str, tuple[list[int], dict]]:
 
 
 def test_mixed_traffic_in_a_small_pool_answers_as_if_alone(folder):
-    requests = traffic(40, seed=1)
-    alone = Client(folder, max_total_tokens=64 * 8, chunked_prefill_size=4096)
+    requests = traffic(28, seed=1)
+    alone = Client(folder, max_total_tokens=64 * 7, chunked_prefill_size=4096)
     for rid, (prompt, sampling) in requests.items():
         alone.submit(rid, prompt, **sampling)
         alone.run()
     crowd = Client(
-        folder, max_total_tokens=64 * 8, chunked_prefill_size=37, max_running_requests=16
+        folder, max_total_tokens=64 * 7, chunked_prefill_size=37, max_running_requests=16
     )
     for rid, (prompt, sampling) in requests.items():
         crowd.submit(rid, prompt, **sampling)
@@ -51,7 +51,7 @@ def test_mixed_traffic_in_a_small_pool_answers_as_if_alone(folder):
 
 def test_aborts_at_random_leave_nothing_behind_and_disturb_no_one(folder):
     rng = random.Random(3)
-    requests = traffic(40, seed=2)
+    requests = traffic(24, seed=2)
     options = {"max_total_tokens": 64 * 8, "chunked_prefill_size": 37, "max_running_requests": 8}
     undisturbed = Client(folder, **options)
     crowd = Client(folder, **options)
@@ -59,7 +59,7 @@ def test_aborts_at_random_leave_nothing_behind_and_disturb_no_one(folder):
         for rid, (prompt, sampling) in requests.items():
             client.submit(rid, prompt, **sampling)
     undisturbed.run()
-    for rid in rng.sample(list(requests), 20):
+    for rid in rng.sample(list(requests), 12):
         crowd.abort(rid)
         for _ in range(rng.randint(0, 6)):
             crowd.step()

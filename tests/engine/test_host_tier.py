@@ -62,7 +62,11 @@ FULL_VIEW = {"cp_size": 2, "shared_kv": False}
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [*((m, o) for m in MODELS for o in ({}, {"cp_size": 2})), ("dsa", FULL_VIEW)],
+    [
+        *((m, {}) for m in MODELS),
+        *((m, {"cp_size": 2}) for m in ("dsa", "gqa")),
+        ("dsa", FULL_VIEW),
+    ],
     ids=str,
 )
 def test_what_was_evicted_comes_back_as_it_was(folders, model, options) -> None:
@@ -161,7 +165,7 @@ def test_aborts_while_copies_run_leave_nothing_behind(folders, asked, alone, cp_
     )
     aborted = set()
     try:
-        for rid, token_ids, sampling in asked[: 96 // cp_size]:
+        for rid, token_ids, sampling in asked[: 64 // cp_size]:
             client.submit(rid, token_ids, **sampling)
             client.takes_reports = rng.random() < 0.3
             client.step()

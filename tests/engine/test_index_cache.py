@@ -87,8 +87,7 @@ def test_chunked_equals_whole_and_warm_equals_cold(folder, alone, chunk) -> None
 @pytest.mark.parametrize(
     "options",
     [
-        {"cp_size": 2, "cp_stream_block_tokens": 64},
-        {"cp_size": 3, "cp_mode": "round-robin-split"},
+        {"cp_size": 3, "cp_mode": "round-robin-split", "cp_stream_block_tokens": 64},
         {"cp_size": 2, "shared_kv": False, "cp_stream_block_tokens": 128},
     ],
     ids=str,

@@ -38,11 +38,6 @@ def prompt(num: int, seed: int = 0) -> list[int]:
     return [(7 * i * i + 13 * i + 31 * seed) % 190 + 3 for i in range(num)]
 
 
-@pytest.fixture(scope="module", params=SAVES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return SAVES[request.param](tmp_path_factory.mktemp(request.param))
-
-
 @pytest.fixture(scope="module")
 def dsa(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_dsa(tmp_path_factory.mktemp("dsa"))
@@ -87,9 +82,12 @@ def alone(folder: Path, asked: dict[str, tuple[list[int], dict[str, Any]]]) -> C
     return client
 
 
-@pytest.mark.parametrize("cp_size", [1, 2, 3])
-def test_handed_over_equals_colocated(model: Path, cp_size: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "cp_size"), [("dsa", 1), ("dsa", 2), ("dsa", 3), ("mla", 2), ("gqa", 3)]
+)
+def test_handed_over_equals_colocated(tmp_path: Path, kind: str, cp_size: int) -> None:
     """Over the real engine, with real ranks."""
+    model = SAVES[kind](tmp_path)
     asked = requests()
     expected = alone(model, asked)
     pair = Pair(model, prefill={**POOL, "cp_size": cp_size}, decode={"max_total_tokens": 2048})

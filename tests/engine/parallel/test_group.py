@@ -7,6 +7,7 @@ import pytest
 from tests.engine.client import Client
 from tests.tiny import save_dsa, save_llama, save_mla
 
+SAVES = {"dsa": save_dsa, "mla": save_mla, "gqa": save_llama}
 PAGES = 8  # of 64 tokens, that one rank holds
 
 
@@ -14,9 +15,9 @@ def prompt(num: int, seed: int) -> list[int]:
     return [(7 * i * i + 13 * i + 31 * seed) % 190 + 3 for i in range(num)]
 
 
-@pytest.fixture(scope="module", params=[save_dsa, save_mla, save_llama], ids=["dsa", "mla", "gqa"])
+@pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
-    return request.param(tmp_path_factory.mktemp("model"))
+    return SAVES[request.param](tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +47,17 @@ def assert_same(group: Client, alone: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "mode", "block_tokens"),
-    [(2, "in-seq-split", 64), (2, "round-robin-split", None), (4, "in-seq-split", 192)],
+    ("folder", "size", "mode", "block_tokens"),
+    [
+        ("dsa", 2, "in-seq-split", 64),
+        ("dsa", 2, "round-robin-split", None),
+        ("dsa", 4, "in-seq-split", 192),
+        ("mla", 2, "round-robin-split", None),
+        ("mla", 3, "in-seq-split", 64),
+        ("gqa", 2, "round-robin-split", None),
+        ("gqa", 3, "in-seq-split", 192),
+    ],
+    indirect=["folder"],
 )
 def test_ranks_answer_as_one(folder, alone, size, mode, block_tokens):
     group = Client(
@@ -89,6 +99,7 @@ def test_ranks_answer_as_one(folder, alone, size, mode, block_tokens):
         group.close()
 
 
+@pytest.mark.parametrize("folder", SAVES, indirect=True)
 def test_replicated_kv_answers_the_same_with_the_capacity_of_one_rank(folder, alone):
     group = Client(
         folder,
