@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -20,6 +20,8 @@ import psutil
 PLAIT = [sys.executable, "-m", "server"]
 LINE_TIMEOUT_S = 180.0  # only reached when something hangs
 CORES = sorted(os.sched_getaffinity(0))
+_PLACE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+MINE = CORES[_PLACE % len(CORES)]  # another one for each of the processes that run the tests
 SAMPLE = re.compile(r"(\w+)(\{.*\})? (\S+)")
 READY = re.compile(r"is ready \(pid (\d+)\)")
 
@@ -41,9 +43,7 @@ class Metrics:
 class Running:
     """A command under way. `wait_for` reads its output, both streams together."""
 
-    def __init__(
-        self, *argv: str, new_group: bool = False, cores: Sequence[int] = CORES[:1]
-    ) -> None:
+    def __init__(self, *argv: str, new_group: bool = False) -> None:
         self.process = subprocess.Popen(
             [*PLAIT, *argv],
             stdout=subprocess.PIPE,
@@ -52,7 +52,7 @@ class Running:
             start_new_session=new_group,
         )
         # One core, hence one thread: threads that wait for each other crawl on a busy machine.
-        psutil.Process(self.process.pid).cpu_affinity(list(cores))
+        psutil.Process(self.process.pid).cpu_affinity([MINE])
         assert self.process.stdout is not None
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, args=(self.process.stdout,))
