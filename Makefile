@@ -27,6 +27,7 @@ install-dev:
 serve: install
 	@exec $(BIN)/plait serve $(ARGS)
 
+test: export PYTHONDONTWRITEBYTECODE = # hundreds of processes start twice as fast with it kept
 test: install-dev
 	@exec $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 

@@ -47,6 +47,9 @@ def test_a_worker_that_says_goodbye_hands_on_its_requests() -> None:
         server.add_worker(reply(SPOKEN))
         leaving.leave()
         assert stream.answer() == (TEXT, ["stop"])
+        metrics = server.http.get("/metrics").text
+        assert 'plait_replays_total{reason="handed_back"} 1.0' in metrics
+        assert 'plait_replays_total{reason="lost"} 0.0' in metrics
 
 
 def test_requests_wait_for_the_restart_of_the_only_worker() -> None:
