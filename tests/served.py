@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -18,6 +19,7 @@ import httpx
 import psutil
 
 PLAIT = [sys.executable, "-m", "server"]
+BREATH_S = 0.05  # between two questions: the cores are for what is waited for
 LINE_TIMEOUT_S = 180.0  # only reached when something hangs
 CORES = sorted(os.sched_getaffinity(0))
 _PLACE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -85,6 +87,7 @@ class Running:
         """Asks again and again; the test's timeout bounds it."""
         while not holds():
             assert self.process.poll() is None, "".join(self.seen)
+            time.sleep(BREATH_S)
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
