@@ -28,6 +28,7 @@ class Delta:
     cached_host_tokens: int = 0  # those of them that came from the host tier
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     error: str = ""  # not empty: the answer ends here without a finish_reason
+    attempt: int = 0  # that said it; by now another may be under way
 
     @property
     def is_last(self) -> bool:
@@ -76,6 +77,7 @@ class Answer:
             cached_host_tokens=out.cached_host_tokens if first else 0,
             prompt_logprobs=out.prompt_logprobs if first else [],
             error=error,
+            attempt=out.attempt,
         )
 
     def _next_early(self) -> TokenOut | None:

@@ -58,13 +58,13 @@ class Live:
             worker.num_live += 1
 
     def heard_from(self, address: str) -> None:
-        """A token came from there, so the prompt is computed."""
+        """A token of this attempt came from there, so the prompt is computed."""
         if self.first is None:
             return
+        self.first.live_tokens -= self.live_tokens
+        self.live_tokens = 0
         if self.first.address == address:
             self.is_prefilled = True
-            self.first.live_tokens -= self.live_tokens
-            self.live_tokens = 0
         else:  # the decode worker speaks: the first one has done its part
             self._forget_first()
 

@@ -133,7 +133,8 @@ class Requests:
 
     def _on_delta(self, live: Live, address: str, delta: Delta, received_at: float) -> None:
         self._observe(live, delta, received_at)
-        live.heard_from(address)
+        if delta.attempt == live.answer.attempt:
+            live.heard_from(address)
         if delta.error:
             self._fail(live, EngineError("worker_error", delta.error))
             return

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from engine.messages import Submit
-from engine.types import Load, TokenOut
+from engine.types import Load, Role, TokenOut
 from server.dispatch.client import EngineClient
 from server.generation import Limits
 from tests.server.scripted import Script, Server, reply, serving
@@ -189,6 +190,64 @@ def test_what_an_old_attempt_says_is_dropped() -> None:
         release.set()
         assert stream.answer() == (TEXT, ["stop"])
         assert (second.attempt, decode.submits.qsize()) == (1, 0)
+
+
+@pytest.mark.parametrize("role", ["colocated", "prefill"])
+def test_what_an_old_attempt_said_before_is_not_taken_for_the_next_ones(role: Role) -> None:
+    """The token is there, and the event loop learns of it when the next attempt has begun."""
+    with serving() as server:
+        gate = threading.Event()
+        lost = server.add_worker(one_when_open(gate), role=role)
+        if role == "prefill":
+            server.add_worker(SPEAKING, role="decode")
+        stream = Stream(server)
+        server.until(lambda: num_tokens_known(server) == [0] and len(list(server.client.fleet)) > 0)
+        script, _ = stalling(0)
+        heir = server.add_worker(script, role=role)
+
+        def lose() -> None:
+            gate.set()
+            while num_tokens_known(server) == [0]:
+                time.sleep(0)
+            server.client.roster.remove(lost.address)
+
+        server.call(lose)
+        (heir.submits if role == "colocated" else heir.prefills).get(timeout=60)
+        server.call(lambda: None)
+        worker = server.client.fleet.at(heir.address)
+        assert worker is not None
+        assert worker.num_live == 1 and worker.live_tokens > 0
+        server.add_worker(SPEAKING, role=role)
+        heir.leave()
+        assert stream.answer() == (TEXT, ["stop"])
+        assert_nothing_left(server)
+
+
+def one_when_open(gate: threading.Event) -> Script:
+    """Says a single token, when the gate is open."""
+
+    def script(submit: Submit) -> Iterator[TokenOut | None]:
+        while not gate.is_set():
+            yield None
+        yield next(SPEAKING(submit))
+        while True:
+            yield None
+
+    return script
+
+
+def test_a_first_token_that_is_known_already_leaves_no_load_behind() -> None:
+    """An attempt before has said it, after this one was given what was known."""
+    with serving() as server:
+        gate = threading.Event()
+        _, decode = pair(server, prefill=held_until_open(gate, 0))
+        stream = Stream(server)
+        rid = decode.submits.get(timeout=60).request.rid
+        answer = server.client.requests.answers[rid]
+        answer.fold(TokenOut(rid=rid, index=0, ids=SPOKEN[:1]))
+        gate.set()
+        stream.join()
+        assert_nothing_left(server)
 
 
 def held_until(release: threading.Event, script: Script) -> Script:
