@@ -42,9 +42,7 @@ class EngineClient:
         self.router = Router(self.fleet, policy)
         self.metrics = Metrics()
         self.metrics.watch(self.fleet)
-        self.requests = Requests(
-            token_bytes, limits, tracer, channel, self.fleet, self.router, self.metrics
-        )
+        self.requests = Requests(token_bytes, limits, tracer, channel, self.router, self.metrics)
         self.roster = Roster(channel, self.fleet, self.router, self.requests, self.metrics)
         self.is_leaving = False  # load balancers should send new requests elsewhere
         self._worker_wait_s = limits.worker_wait_s

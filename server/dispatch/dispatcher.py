@@ -12,7 +12,6 @@ from typing import Literal
 
 from engine.channel import Channel
 from engine.messages import Abort, Route, Submit
-from server.dispatch.fleet import Fleet
 from server.dispatch.live import Live
 from server.generation import NO_WORKER, EngineError, Limits
 from server.metrics import Metrics
@@ -28,14 +27,12 @@ class Dispatcher:
     def __init__(
         self,
         channel: Channel,
-        fleet: Fleet,
         router: Router,
         metrics: Metrics,
         limits: Limits,
         fail: Callable[[Live, EngineError], None],
     ) -> None:
         self._channel = channel
-        self._fleet = fleet
         self._router = router
         self._metrics = metrics
         self._limits = limits
@@ -97,9 +94,8 @@ class Dispatcher:
         """Tell its workers that this attempt and those before it are over; None: the present
         one."""
         message = Abort(live.request.rid, live.answer.attempt if attempt is None else attempt)
-        for worker in live.workers:
-            if self._fleet.at(worker.address) is worker:
-                self._channel.post(worker.address, message)
+        for worker in live.workers:  # also one that is lost: its successor may have been given it
+            self._channel.post(worker.address, message)
 
     def drop(self, live: Live) -> None:
         """It has ended: it waits for no worker, and none has it."""

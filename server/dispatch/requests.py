@@ -17,7 +17,7 @@ from engine.types import ModelId
 from server.answer import Answer, Delta
 from server.detokenizer import AnswerText, TokenBytes
 from server.dispatch.dispatcher import Dispatcher
-from server.dispatch.fleet import Fleet, Worker
+from server.dispatch.fleet import Worker
 from server.dispatch.live import Live
 from server.generation import EngineError, Generation, Limits, Quota, Submission
 from server.metrics import Metrics
@@ -31,7 +31,6 @@ class Requests:
         limits: Limits,
         tracer: Tracer,
         channel: Channel,
-        fleet: Fleet,
         router: Router,
         metrics: Metrics,
     ) -> None:
@@ -43,7 +42,7 @@ class Requests:
         self._metrics = metrics
         self._quota = Quota(limits)
         self._model_id: ModelId | None = None  # of the workers that are there, or were
-        self._dispatcher = Dispatcher(channel, fleet, router, metrics, limits, self._fail)
+        self._dispatcher = Dispatcher(channel, router, metrics, limits, self._fail)
         self._idle = asyncio.Event()
         self._idle.set()
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from engine.messages import Submit
+from engine.messages import HandBack, Submit
 from engine.types import TokenOut
 from server.generation import Limits
 from tests.server.scripted import Server, reply, serving
 from tests.server.stream import BODY, CHAT, SPOKEN, TEXT, Stream, stalling
+from tests.server.worker import ScriptedWorker
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, len(SPOKEN) - 1])
@@ -66,6 +68,35 @@ def test_requests_wait_for_the_restart_of_the_only_worker() -> None:
         server.add_worker(reply(SPOKEN))
         assert stream.answer() == (TEXT, ["stop"])
         assert late.answer() == (TEXT, ["stop"])
+
+
+def test_what_reaches_the_successor_of_a_lost_worker_is_aborted() -> None:
+    """It was sent when the connection was new again, and the event loop did not know of it yet."""
+    with serving() as server:
+        first, other = server.add_worker(stalling(0)[0]), server.add_worker(stalling(0)[0])
+        other.drain()
+        server.until(lambda: sum(w.takes_requests for w in server.client.fleet) == 1)
+        stream = Stream(server)
+        submit = first.submits.get(timeout=60)
+        successors: list[ScriptedWorker] = []
+
+        def lose() -> None:
+            first.vanish()
+            vocab_size = server.tokenizer.vocab_size
+            successor = ScriptedWorker(first.address, stalling(0)[0], vocab_size)
+            successors.append(successor)
+            while not successor.is_dialled:
+                time.sleep(0)
+            server.client.requests.handed_back(
+                HandBack(rid=submit.request.rid, attempt=0, reason="the last words")
+            )
+            assert successor.submits.get(timeout=60).attempt == 1
+
+        server.call(lose)
+        server.workers += successors
+        assert [successors[0].aborts.get(timeout=60).attempt for _ in range(2)] == [0, 1]
+        server.call(lambda: server.client.requests.fail_all("enough"))
+        stream.join()
 
 
 def test_replays_are_bounded_and_end_in_an_error() -> None:

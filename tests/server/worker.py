@@ -112,6 +112,11 @@ class ScriptedWorker:
     def pid(self) -> int:
         return self.hello.pid
 
+    @property
+    def is_dialled(self) -> bool:
+        """Somebody has registered."""
+        return bool(self._identities)
+
     def vanish(self) -> None:
         """As a killed process: no word, nothing sent any more."""
         self._ending.set()
