@@ -113,11 +113,6 @@ class Channel:
         if dialled is not None:
             dialled.close()
 
-    def is_up(self, address: str) -> bool:
-        """Whether the connection that was dialled stands."""
-        dialled = self._dialled.get(address)
-        return dialled is not None and dialled.is_up
-
     def alive(self) -> None:
         """Tell every dialled peer that this process is there."""
         frame = self._asked.encode(Alive())

@@ -220,11 +220,11 @@ class Inbox:
             log.warning("%s %s has fallen silent", peer.kind, peer.name)
             self._lose(peer)
         for address in self._upstreams.look():
-            if not self._channel.is_up(address):  # what was to be said there was never heard
-                self._channel.hang_up(address)
+            # What was to be said there was never heard, or is refused: a group that has missed this
+            # worker for as long knows it again only by a new connection.
+            self._channel.hang_up(address)
             self._scheduler.decode_side.lose_prefill(address)
             if not self._scheduler.decode_side.has(address):
-                self._channel.hang_up(address)
                 self._upstreams.remove(address)
         self._scheduler.decode_side.look()
 

@@ -32,6 +32,7 @@ from engine.types import Request, SamplingParams, TokenOut
 
 PREFILL = "ipc://prefill"
 FRONT, DECODE = "front-connection", "decode-connection"
+REGISTER = Register(kind="worker", name="decode")
 
 
 class Wire:
@@ -40,15 +41,19 @@ class Wire:
     def __init__(self, pair: Pair, is_decode: bool) -> None:
         self._pair = pair
         self._is_decode = is_decode
+        self._is_dialled = is_decode
 
     def dial(self, address: str) -> None:
         assert address == PREFILL
-
-    def is_up(self, address: str) -> bool:
-        return True
+        if not self._is_dialled:
+            self._is_dialled = True
+            self._pair.to_prefill.append(REGISTER)
 
     def hang_up(self, address: str) -> None:
         assert address == PREFILL
+        self._is_dialled = False
+        self._pair.to_prefill.clear()
+        self._pair.to_decode.clear()
 
     def send(self, peer: str, message: Any) -> None:
         # Over the wire and back: what cannot be encoded shows here.
@@ -135,7 +140,7 @@ class Pair:
             WorkerConfig(role="decode", **common, **{"device": "cpu", **(decode or {})}),  # type: ignore[arg-type]
             Wire(self, True),
         )
-        self.prefill.inbox.take(DECODE, Register(kind="worker", name="decode"))
+        self.prefill.inbox.take(DECODE, REGISTER)
 
     def close(self) -> None:
         self.decode.engine.close()

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from engine.channel import Disconnected
 from engine.handoff.decode_side import GONE_LOOKS, LEASE_LOOKS
-from engine.messages import Abort, Handoff, Hello, Prefill, RoomClosed
-from engine.peers import LOOK_S
+from engine.messages import Abort, Alive, Handoff, Hello, Prefill, RoomClosed
+from engine.peers import LOOK_S, MAX_SILENT_LOOKS
 from kvcache.transfer.base import LATE_BYTES_S
 from kvcache.transfer.digest import page_digest
 from kvcache.transfer.loopback import LoopbackEngine, LoopbackNetwork
@@ -261,6 +261,26 @@ def test_a_lost_prefill_group_hands_back_and_fences(pair: Pair) -> None:
         pair.look()
     assert pair.decode.scheduler.load.fenced_pages == 0
     stall.release()
+
+
+def test_a_decode_worker_that_was_held_up_is_known_again_while_pages_are_fenced(
+    pair: Pair,
+) -> None:
+    """The group has missed it, and takes nothing any more over the connection that they had."""
+    for _ in range(MAX_SILENT_LOOKS + 1):
+        pair.prefill.inbox.take(FRONT, Alive())
+        pair.prefill.inbox.look()
+    pair.submit("r", prompt(64), temperature=0.0)
+    for _ in range(MAX_SILENT_LOOKS + 1):
+        pair.turn()
+        pair.decode.inbox.take(FRONT, Alive())
+        pair.decode.inbox.look()
+    pair.decode.inbox.send_notes()
+    assert [m.reason for m in pair.hand_backs] == ["the prefill group is gone"]
+    assert pair.decode.scheduler.load.fenced_pages == 2
+    pair.submit("r", prompt(64), attempt=1, temperature=0.0)
+    pair.run()
+    assert pair.end("r").attempt == 1
 
 
 def test_a_lost_decode_worker_frees_the_prefill_side(pair: Pair) -> None:
