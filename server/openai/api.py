@@ -95,7 +95,9 @@ def context_exceeded(
 
 def _plain(place: int, message: Message) -> dict[str, Any]:
     """A message as templates expect it: text content in one string, no absent keys."""
-    plain = message.model_dump(exclude_none=True, exclude={"content", "refusal"})
+    plain = message.model_dump(exclude_none=True, exclude={"content", "refusal", "reasoning"})
+    if message.reasoning is not None:
+        plain.setdefault("reasoning_content", message.reasoning)
     # A refusal is what the assistant said: templates know it as content only.
     own = message.role == "assistant"
     content = message.content

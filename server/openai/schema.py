@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from fastapi import Request
 from pydantic import (
-    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -112,9 +111,8 @@ class Message(Body):
     content: str | list[ContentPart] | None = None
     refusal: str | None = None
     # What the assistant thought before, for templates that show it, by either of its names.
-    reasoning_content: Annotated[
-        str | None, Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))
-    ] = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None

@@ -58,6 +58,8 @@ def test_what_the_assistant_thought_is_shown_by_templates_that_show_it(
     assert without == tokenized(
         scripted.http, QUESTION, {"role": "assistant", "content": "Paris."}, QUESTION
     )
+    nulls = dict.fromkeys(("reasoning_content", "reasoning"))
+    assert tokenized(scripted.http, QUESTION, {**nulls, **thought}, QUESTION) == shown
     body = {"messages": [{**thought, name: ["so"]}]}
     error = scripted.http.post("/tokenize", json=body).json()["error"]
     assert error["param"] == f"messages[0].{name}"
