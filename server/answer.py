@@ -81,10 +81,14 @@ class Answer:
         )
 
     def _next_early(self) -> TokenOut | None:
-        place = min(self._early, default=None)
-        if place is None or place > len(self.token_ids):
-            return None
-        return self._early.pop(place)
+        """Of this attempt: it says again what one before has said, but not how that one failed."""
+        for place in sorted(self._early):
+            if place > len(self.token_ids):
+                break
+            out = self._early.pop(place)
+            if out.attempt == self.attempt:
+                return out
+        return None
 
     def _append(self, out: TokenOut) -> tuple[str, StopReason | None, str]:
         """(text, finish reason, error) after the tokens of `out` that are new."""

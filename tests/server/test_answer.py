@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +56,16 @@ def test_nothing_follows_the_end() -> None:
     assert one.fold(out(0, len(IDS))) is not None
     assert one.fold(out(0, len(IDS))) is None
     assert one.fold(TokenOut(rid="r", index=len(IDS), finish_reason="error", error="x")) is None
+
+
+def test_the_end_of_an_attempt_that_is_over_is_not_the_answers() -> None:
+    one = answer()
+    assert one.fold(TokenOut(rid="r", index=2, finish_reason="error", error="x")) is None
+    one.attempt = 1
+    again = [msgspec.structs.replace(out(place, place + 1), attempt=1) for place in range(len(IDS))]
+    deltas = fold_all(one, again)
+    assert "".join(delta.text for delta in deltas) == TEXT
+    assert [delta.finish_reason for delta in deltas if delta.is_last] == ["length"]
 
 
 def test_a_stop_token_is_counted_not_shown() -> None:
