@@ -61,33 +61,34 @@ class Live:
         """A token of this attempt came from there, so the prompt is computed."""
         if self.first is None:
             return
-        self.first.live_tokens -= self.live_tokens
-        self.live_tokens = 0
         if self.first.address == address:
             self.is_prefilled = True
-        else:  # the decode worker speaks: the first one has done its part
-            self._forget_first()
+            self._give_back_load()
+        else:  # the decode worker speaks
+            self.forget_first()
 
-    def outlives(self, worker: Worker) -> bool:
-        """Whether a worker that says goodbye has done its part: the prompt is computed and on its
-        way to the decode worker, which would hand the request back if it did not arrive."""
-        is_done = self.is_prefilled and self.decode is not None and self.first is worker
-        if is_done:
-            self._forget_first()
-        return is_done
+    def is_handed_over_by(self, worker: Worker) -> bool:
+        """Of one that says goodbye: the prompt is computed there and on its way to the decode
+        worker, which would hand the request back if it did not arrive."""
+        return self.first is worker and self.is_prefilled and self.decode is not None
 
-    def _forget_first(self) -> None:
+    def forget_first(self) -> None:
+        """It has done its part."""
+        self._give_back_load()
         if self.first is not None:
             self.first.num_live -= 1
         self.first = None
 
     def release(self) -> None:
         """Its workers have nothing to do with it any more."""
-        for worker in self.workers:
-            worker.num_live -= 1
+        self.forget_first()
+        if self.decode is not None:
+            self.decode.num_live -= 1
+        self.decode = None
+
+    def _give_back_load(self) -> None:
         if self.first is not None:
             self.first.live_tokens -= self.live_tokens
-        self.first = self.decode = None
         self.live_tokens = 0
 
     def cancel_timers(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Literal
 
 from engine.channel import Channel
 from engine.messages import HandBack
@@ -101,10 +100,12 @@ class Requests:
     def worker_lost(self, worker: Worker, how: str, *, said_goodbye: bool) -> None:
         """It left the fleet: what it had goes on elsewhere, but for what it has handed over before
         its goodbye."""
-        kind: Literal["handed_back", "lost"] = "handed_back" if said_goodbye else "lost"
+        reason = f"its {worker.hello.role} worker {how}"
         for live in [live for live in self._live.values() if worker in live.workers]:
-            if not (said_goodbye and live.outlives(worker)):
-                self._dispatcher.replay(live, f"its {worker.hello.role} worker {how}", kind)
+            if said_goodbye and live.is_handed_over_by(worker):
+                live.forget_first()
+            else:
+                self._dispatcher.replay(live, reason, "handed_back" if said_goodbye else "lost")
 
     def handed_back(self, message: HandBack) -> None:
         """A worker cannot go on with a request."""
