@@ -47,20 +47,6 @@ log = logging.getLogger(__name__)
 MAX_IPC_PATH_BYTES = 100  # the kernel's limit for a unix socket's path is 107
 
 
-class _FleetView:
-    """The client's fleet as the supervisor sees it."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-
-    def is_present(self, pid: int) -> bool:
-        return self._client.fleet.with_pid(pid) is not None
-
-    def num_heard(self, pid: int) -> int | None:
-        worker = self._client.fleet.with_pid(pid)
-        return worker.num_heard if worker is not None else None
-
-
 def serve(config: ServeConfig, *, starts_workers: bool = True) -> int:
     """Serve until SIGTERM or SIGINT, with workers of its own or with those at --workers. Exit code
     0, or 1 where it could not start or went down. Raises ConfigError."""
@@ -165,7 +151,7 @@ class _Launch:
             key=self._key,
             tracer=tracer,
         )
-        supervisors = [Supervisor(told, _FleetView(client)) for told in self._workers]
+        supervisors = [Supervisor(told, client.fleet.num_heard) for told in self._workers]
         http = HttpServer(
             create_app(config, client, self._tokenizer), access_log=config.log_level == "debug"
         )

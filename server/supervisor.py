@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -47,21 +46,13 @@ class WorkerFailedError(Exception):
     """A worker cannot be brought up; its own error is on stderr, above this one."""
 
 
-class Workers(Protocol):
-    """What the supervisor needs of the client: who said hello, and how often each was heard since
-    (None for one that left)."""
-
-    def is_present(self, pid: int) -> bool: ...
-
-    def num_heard(self, pid: int) -> int | None: ...
-
-
 def worker_command(config: WorkerConfig) -> list[str]:
     return [sys.executable, "-m", "engine", msgspec.json.encode(config).decode()]
 
 
 class Supervisor:
-    """`run` until cancelled or failed; `stop` ends the worker, `kill` ends it at once.
+    """`run` until cancelled or failed; `stop` ends the worker, `kill` ends it at once. `num_heard`:
+    how often the process of that id was heard since its hello; None before it, or once it has left.
 
     To be used on the main thread's event loop: a worker dies with the thread that spawned it.
     """
@@ -69,14 +60,14 @@ class Supervisor:
     def __init__(
         self,
         config: WorkerConfig,
-        workers: Workers,
+        num_heard: Callable[[int], int | None],
         *,
         command: Callable[[WorkerConfig], list[str]] = worker_command,
         first_delay_s: float = FIRST_DELAY_S,
         look_s: float = LOOK_S,
     ) -> None:
         self._config = config
-        self._workers = workers
+        self._num_heard = num_heard
         self._command = command
         self._first_delay_s = first_delay_s
         self._look_s = look_s
@@ -157,7 +148,7 @@ class Supervisor:
         ended = asyncio.ensure_future(process.wait())
         try:
             while not ended.done():
-                if self._workers.is_present(process.pid):
+                if self._num_heard(process.pid) is not None:
                     self.ready.set()
                     await self._outlive(process, ended)
                     return True
@@ -170,10 +161,10 @@ class Supervisor:
         self, process: asyncio.subprocess.Process, ended: asyncio.Future[int]
     ) -> None:
         """Wait for the end of a worker that serves; where it falls silent, kill it."""
-        num_silent, last_heard = 0, self._workers.num_heard(process.pid)
+        num_silent, last_heard = 0, self._num_heard(process.pid)
         while not ended.done():
             await asyncio.wait([ended], timeout=self._look_s)
-            num_heard = self._workers.num_heard(process.pid)
+            num_heard = self._num_heard(process.pid)
             # One that is asked to end says goodbye first; `stop` has a limit of its own.
             is_silent = num_heard == last_heard and not self._stopping.is_set()
             num_silent = num_silent + 1 if is_silent else 0

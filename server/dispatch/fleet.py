@@ -125,9 +125,10 @@ class Fleet:
     def with_instance(self, instance_id: str) -> Worker | None:
         return next((w for w in self if w.hello.instance_id == instance_id), None)
 
-    def with_pid(self, pid: int) -> Worker | None:
-        """Of those that run on this machine as children of this process."""
-        return next((worker for worker in self if worker.hello.pid == pid), None)
+    def num_heard(self, pid: int) -> int | None:
+        """How often that child of this process was heard since its hello; None where it has said
+        none, or has left."""
+        return next((worker.num_heard for worker in self if worker.hello.pid == pid), None)
 
     def heard(self, address: str) -> None:
         """A message of this worker came, of whatever kind."""

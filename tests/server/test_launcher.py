@@ -53,14 +53,12 @@ class Roster:
             self._called.clear()
             await self._called.wait()
 
-    def is_present(self, pid: int) -> bool:
+    def num_heard(self, pid: int) -> int | None:
         self._called.set()
         if pid not in self.pids:
             self.pids.append(pid)
-        return self._says_hello(self.pids.index(pid))
-
-    def num_heard(self, pid: int) -> int | None:
-        self._called.set()
+        if not self._says_hello(self.pids.index(pid)):
+            return None
         self.num_looks += 1
         self._num_heard += pid not in self.silent
         return self._num_heard
@@ -69,7 +67,7 @@ class Roster:
 def supervisor(roster: Roster, script: str, look_s: float = 60.0) -> Supervisor:
     return Supervisor(
         CONFIG,
-        roster,
+        roster.num_heard,
         command=lambda told: [sys.executable, "-S", "-c", script],
         first_delay_s=0.001,
         look_s=look_s,
@@ -206,7 +204,7 @@ async def test_stopping_between_two_lives_does_not_wait_for_the_next(
     roster = Roster(says_hello=lambda number: True)
     watched = Supervisor(
         CONFIG,
-        roster,
+        roster.num_heard,
         command=lambda told: [sys.executable, "-S", "-c", WAITS],
         first_delay_s=3600.0,
     )
