@@ -136,3 +136,6 @@ def save_llama(folder: Path, *, vocab_size: int = 199, seed: int = 0) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+SAVES = {"dsa": save_dsa, "mla": save_mla, "gqa": save_llama}  # one for each kind of attention

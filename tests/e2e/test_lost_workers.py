@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +23,7 @@ from tests.e2e.asking import (
     tell,
     tell_one_at_a_time,
 )
-from tests.served import BREATH_S, LINE_TIMEOUT_S, Served, serving
+from tests.served import LINE_TIMEOUT_S, Served, serving
 
 pytestmark = pytest.mark.e2e
 
@@ -99,13 +98,17 @@ def test_a_request_that_is_lost_without_a_token_each_time_is_given_up(tiny_dsa: 
         running.wait_ready()
         told = pool.submit(lambda: asyncio.run(tell_poison()))
         num_struck = 0
-        while not told.done():
-            time.sleep(BREATH_S)
+
+        def strikes_until_told() -> bool:
+            nonlocal num_struck
             for worker in httpx.get(f"{running.url}/status", timeout=60).json()["workers"]:
                 if worker["requests"]:
                     with contextlib.suppress(ProcessLookupError):  # its end is not known yet
                         os.kill(worker["pid"], signal.SIGKILL)
                         num_struck += 1
+            return told.done()
+
+        running.until(strikes_until_told)
         assert num_struck >= 2
         assert "the request was lost 2 times" in told.result().error
         [other] = asyncio.run(tell_one_at_a_time(running, streams()[:1]))

@@ -18,15 +18,14 @@ from kvcache.transfer.loopback import LoopbackNetwork
 from tests.engine.apart import run_apart
 from tests.engine.client import Client
 from tests.engine.handoff.pair import Pair
-from tests.tiny import save_dsa, save_llama, save_mla
+from tests.tiny import SAVES
 
 PAGE = 64
-MODELS = {"dsa": save_dsa, "mla": save_mla, "gqa": save_llama}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save(tmp_path_factory.mktemp(name)) for name, save in MODELS.items()}
+    return {name: save(tmp_path_factory.mktemp(name)) for name, save in SAVES.items()}
 
 
 def prompt(num_tokens: int, seed: int) -> list[int]:
@@ -63,7 +62,7 @@ FULL_VIEW = {"cp_size": 2, "shared_kv": False}
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        *((m, {}) for m in MODELS),
+        *((m, {}) for m in SAVES),
         *((m, {"cp_size": 2}) for m in ("dsa", "gqa")),
         ("dsa", FULL_VIEW),
     ],
@@ -235,7 +234,7 @@ def test_a_layer_is_read_only_once_its_bytes_are_there(folders, monkeypatch, mod
         client.close()
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", SAVES)
 def test_a_recorded_decode_reads_layers_only_once_their_bytes_are_there(
     folders, monkeypatch, model
 ):

@@ -22,14 +22,13 @@ from tests.engine.apart import run_apart
 from tests.engine.client import Client
 from tests.engine.handoff.pair import DECODE, FRONT, PREFILL, Pair
 from tests.identity import MODEL_ID
-from tests.tiny import save_dsa, save_llama, save_mla
+from tests.tiny import SAVES, save_dsa
 
 PAGE = 64
 HELLO = Hello(
     instance_id="", role="prefill", pid=1, host="", model="", vocab_size=199, context_length=1024,
     page_size=PAGE, total_pages=16, model_id=MODEL_ID,
 )  # fmt: skip
-SAVES = {"dsa": save_dsa, "mla": save_mla, "gqa": save_llama}
 LENGTHS = (1, 2, 63, 64, 65, 130, 300)
 POOL = {"max_total_tokens": 16 * PAGE, "chunked_prefill_size": 100}
 

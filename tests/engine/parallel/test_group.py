@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.client import Client
-from tests.tiny import save_dsa, save_llama, save_mla
+from tests.tiny import SAVES
 
-SAVES = {"dsa": save_dsa, "mla": save_mla, "gqa": save_llama}
 PAGES = 8  # of 64 tokens, that one rank holds
 
 
